@@ -17,6 +17,7 @@ vllm_cpu_kernel(NAME cpu_cache_write SOURCES csrc/cpu/kernels/cache_write.cpp
 vllm_cpu_kernel(NAME cpu_layers SOURCES csrc/cpu/kernels/layers.cpp ISAS avx512 avx2 portable)
 vllm_cpu_kernel(NAME cpu_delta_net SOURCES csrc/cpu/kernels/delta_net.cpp
                 ISAS avx512 avx2 portable)
+vllm_cpu_kernel(NAME cpu_mamba2 SOURCES csrc/cpu/kernels/mamba2.cpp ISAS avx512 avx2 portable)
 vllm_cpu_kernel(NAME cpu_sampling SOURCES csrc/cpu/kernels/sampling.cpp ISAS avx512 avx2 portable)
 
 # Processor-neutral: the choice of instruction set, threads, plans and exported functions.
@@ -30,6 +31,7 @@ target_sources(vllm_kernels PRIVATE
   csrc/bindings/cpu_attention.cpp
   csrc/bindings/cpu_layers.cpp
   csrc/bindings/cpu_delta_net.cpp
+  csrc/bindings/cpu_mamba2.cpp
   csrc/bindings/cpu_sampling.cpp)
 
 # A row of the GPU names the file of csrc/bindings that exports it too: where the row is not built,

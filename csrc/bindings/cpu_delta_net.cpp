@@ -1,51 +1,20 @@
+#include <tvm/ffi/optional.h>
+
 #include <initializer_list>
 #include <tuple>
 #include <utility>
 
 #include "../cpu/dispatch.h"
-#include "check.h"
+#include "state_requests.h"
 
 namespace vllm {
 namespace {
 
-// query_start_loc, seq_lens and state_slots, int32, with what they say checked.
-cpu::StateRequests requests_of(const TensorView& query_start_loc, const TensorView& seq_lens,
-                               const TensorView& state_slots, int64_t num_tokens,
-                               int64_t num_slots) {
-  cpu::StateRequests requests;
-  check_cpu(state_slots, "state_slots", 1);
-  requests.num_requests = state_slots.size(0);
-  check_vector(state_slots, "state_slots", kDLInt, 32, requests.num_requests, "requests");
-  check_vector(seq_lens, "seq_lens", kDLInt, 32, requests.num_requests, "size of state_slots");
-  check_vector(query_start_loc, "query_start_loc", kDLInt, 32, requests.num_requests + 1,
-               "size of state_slots + 1");
-  requests.query_start = static_cast<const int32_t*>(data_of(query_start_loc));
-  requests.seq_lens = static_cast<const int32_t*>(data_of(seq_lens));
-  requests.slots = static_cast<const int32_t*>(data_of(state_slots));
-  VLLM_CHECK(requests.query_start[0] == 0,
-             "query_start_loc: given first element " << requests.query_start[0] << "; accepted: 0");
-  for (int64_t r = 0; r < requests.num_requests; ++r) {
-    const int64_t query_len = int64_t{requests.query_start[r + 1]} - requests.query_start[r];
-    VLLM_CHECK(query_len >= 0,
-               "query_start_loc: decreases after request " << r << "; accepted: ascending offsets");
-    const int64_t seq_len = requests.seq_lens[r];
-    VLLM_CHECK(seq_len >= query_len || seq_len == 0,
-               "seq_lens: given " << seq_len << " for request " << r << " of " << query_len
-                                  << " query tokens; accepted: at least as many, or 0 to fill up");
-    VLLM_CHECK(requests.slots[r] >= 0 && requests.slots[r] < num_slots,
-               "state_slots: given " << requests.slots[r] << " for request " << r
-                                     << "; accepted: 0 to " << num_slots - 1
-                                     << " (slots of state)");
-  }
-  VLLM_CHECK(requests.query_start[requests.num_requests] == num_tokens,
-             "query_start_loc: given last element " << requests.query_start[requests.num_requests]
-                                                    << "; accepted: " << num_tokens << " (tokens)");
-  return requests;
-}
-
-// x, out [tokens, channels]; weight float32 [taps, channels]; state [slots, taps - 1, channels].
-void causal_conv1d(TensorView x, TensorView weight, TensorView state, TensorView state_slots,
-                   TensorView query_start_loc, TensorView seq_lens, TensorView out) {
+// x, out [tokens, channels]; weight float32 [taps, channels]; bias float32 [channels]; state
+// [slots, taps - 1, channels].
+void causal_conv1d(TensorView x, TensorView weight, tvm::ffi::Optional<TensorView> bias,
+                   TensorView state, TensorView state_slots, TensorView query_start_loc,
+                   TensorView seq_lens, TensorView out) {
   cpu::ConvArgs args;
   args.x = rows_of(x, "x");
   args.out = rows_of(out, "out");
@@ -67,6 +36,11 @@ void causal_conv1d(TensorView x, TensorView weight, TensorView state, TensorView
   check_size(state, "state", 2, args.channels, "columns of x");
   check_same_type(float_type(state, "state"), state, "state", args.x.type, "x");
   args.weight = static_cast<const float*>(data_of(weight));
+  args.bias = nullptr;
+  if (bias.has_value()) {
+    check_vector(bias.value(), "bias", kDLFloat, 32, args.channels, "columns of x");
+    args.bias = static_cast<const float*>(data_of(bias.value()));
+  }
   args.state = data_of(state);
   args.requests = requests_of(query_start_loc, seq_lens, state_slots, x.size(0), state.size(0));
   cpu::kernels().causal_conv1d(args);

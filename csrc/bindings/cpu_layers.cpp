@@ -27,17 +27,23 @@ void check_same_shape(const TensorView& tensor, const char* name, const TensorVi
                            << shape_name(other) << " (the shape of " << other_name << ")");
 }
 
+float checked_eps(double eps) {
+  VLLM_CHECK(std::isfinite(eps) && eps >= 0, "eps: given " << eps << "; accepted: 0 or more");
+  return static_cast<float>(eps);
+}
+
 cpu::NormArgs norm_args(const TensorView& x, const TensorView& weight, double eps) {
   cpu::NormArgs args;
   args.x = rows_or_heads(x, "x");
   args.residual = args.gate = {};
+  args.is_gated_before = false;
+  args.weight_stride = 0;
   args.num_tokens = x.size(0);
   args.num_heads = x.ndim() == 3 ? x.size(1) : 1;
   args.dim = x.size(x.ndim() - 1);
   check_vector(weight, "weight", kDLFloat, 32, args.dim, "last dimension of x");
   args.weight = static_cast<const float*>(data_of(weight));
-  VLLM_CHECK(std::isfinite(eps) && eps >= 0, "eps: given " << eps << "; accepted: 0 or more");
-  args.eps = static_cast<float>(eps);
+  args.eps = checked_eps(eps);
   return args;
 }
 
@@ -59,6 +65,32 @@ void rms_norm_gated(TensorView x, TensorView gate, TensorView weight, TensorView
   args.out = rows_or_heads(out, "out");
   check_same_shape(out, "out", x, "x");
   check_same_type(args.out.type, out, "out", args.x.type, "x");
+  cpu::kernels().rms_norm(args);
+}
+
+// out = rms_norm(x * silu(gate)) over the columns of each group; weight [groups, columns].
+void silu_mul_rms_norm(TensorView x, TensorView gate, TensorView weight, TensorView out,
+                       double eps) {
+  check_cpu(weight, "weight", 2);
+  check_type(weight, "weight", kDLFloat, 32);
+  check_contiguous(weight, "weight");
+  cpu::NormArgs args;
+  args.x = heads_of(x, "x");
+  args.gate = heads_of(gate, "gate");
+  args.out = heads_of(out, "out");
+  args.residual = {};
+  args.is_gated_before = true;
+  args.num_tokens = x.size(0);
+  args.num_heads = x.size(1);
+  args.dim = args.weight_stride = x.size(2);
+  check_same_shape(gate, "gate", x, "x");
+  check_same_shape(out, "out", x, "x");
+  check_same_type(args.gate.type, gate, "gate", args.x.type, "x");
+  check_same_type(args.out.type, out, "out", args.x.type, "x");
+  check_size(weight, "weight", 0, args.num_heads, "groups of x");
+  check_size(weight, "weight", 1, args.dim, "columns of x");
+  args.weight = static_cast<const float*>(data_of(weight));
+  args.eps = checked_eps(eps);
   cpu::kernels().rms_norm(args);
 }
 
@@ -182,6 +214,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rms_norm, fused_add_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotary_embedding, rotary_embedding);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_gated, rms_norm_gated);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_mul_rms_norm, silu_mul_rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gelu_and_mul, gelu_and_mul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(soft_cap, soft_cap);

@@ -6,23 +6,25 @@
 
 namespace vllm::cpu {
 
-#define VLLM_DECLARE_KERNELS(isa)                                                                 \
-  namespace isa {                                                                                 \
-  void linear(const LinearArgs&);                                                                 \
-  void attention(const AttentionArgs&);                                                           \
-  void cache_write(const CacheWriteArgs&);                                                        \
-  void rms_norm(const NormArgs&);                                                                 \
-  void rotary(const RotaryArgs&);                                                                 \
-  void silu_and_mul(const SiluArgs&);                                                             \
-  void gelu_and_mul(const GeluArgs&);                                                             \
-  void soft_cap(const SoftCapArgs&);                                                              \
-  void mul_sigmoid(const SigmoidArgs&);                                                           \
-  void causal_conv1d(const ConvArgs&);                                                            \
-  void gated_delta_rule(const DeltaRuleArgs&);                                                    \
-  void sample(const SampleArgs&);                                                                 \
-  constexpr KernelTable kTable{                                                                   \
-      #isa,         linear,   attention,   cache_write,   rms_norm,         rotary, silu_and_mul, \
-      gelu_and_mul, soft_cap, mul_sigmoid, causal_conv1d, gated_delta_rule, sample};              \
+#define VLLM_DECLARE_KERNELS(isa)                                                         \
+  namespace isa {                                                                         \
+  void linear(const LinearArgs&);                                                         \
+  void attention(const AttentionArgs&);                                                   \
+  void cache_write(const CacheWriteArgs&);                                                \
+  void rms_norm(const NormArgs&);                                                         \
+  void rotary(const RotaryArgs&);                                                         \
+  void silu_and_mul(const SiluArgs&);                                                     \
+  void gelu_and_mul(const GeluArgs&);                                                     \
+  void soft_cap(const SoftCapArgs&);                                                      \
+  void mul_sigmoid(const SigmoidArgs&);                                                   \
+  void causal_conv1d(const ConvArgs&);                                                    \
+  void gated_delta_rule(const DeltaRuleArgs&);                                            \
+  void mamba2_scan(const Mamba2Args&);                                                    \
+  void sample(const SampleArgs&);                                                         \
+  constexpr KernelTable kTable{#isa,        linear,      attention,     cache_write,      \
+                               rms_norm,    rotary,      silu_and_mul,  gelu_and_mul,     \
+                               soft_cap,    mul_sigmoid, causal_conv1d, gated_delta_rule, \
+                               mamba2_scan, sample};                                      \
   }
 
 #ifdef VLLM_BUILD_X86

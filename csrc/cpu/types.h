@@ -125,7 +125,9 @@ struct CacheWriteArgs {
 
 struct NormArgs {
   Heads x, residual, gate, out;  // residual.data and gate.data may be null
-  const float* weight;
+  bool is_gated_before;          // x becomes x * silu(gate), else the result does
+  const float* weight;           // [dim], or [num_heads, dim] with weight_stride = dim
+  int64_t weight_stride;         // between heads
   int64_t num_tokens, num_heads, dim;
   float eps;
 };
@@ -177,6 +179,7 @@ struct StateRequests {
 struct ConvArgs {
   Rows x, out;          // [tokens, channels], one type
   const float* weight;  // [taps, channels]
+  const float* bias;    // [channels]; may be null
   void* state;          // [slots, taps - 1, channels] of x's type
   StateRequests requests;
   int64_t channels, taps;
@@ -191,6 +194,17 @@ struct DeltaRuleArgs {
   float* state;             // [slots, num_value_heads, key_dim, value_dim]
   StateRequests requests;
   int64_t num_key_heads, num_value_heads, key_dim, value_dim;
+};
+
+struct Mamba2Args {
+  Heads x, out;                              // [tokens, num_heads, head_dim]
+  Heads b, c;                                // [tokens, num_groups, state_size]
+  Rows dt;                                   // [tokens, num_heads]
+  const float *decay_rate, *dt_bias, *skip;  // [num_heads]
+  float* state;                              // [slots, num_heads, state_size, head_dim]
+  StateRequests requests;
+  int64_t num_heads, num_groups, head_dim, state_size;
+  float dt_min, dt_max;
 };
 
 struct SampleArgs {
@@ -217,6 +231,7 @@ struct KernelTable {
   void (*mul_sigmoid)(const SigmoidArgs&);
   void (*causal_conv1d)(const ConvArgs&);
   void (*gated_delta_rule)(const DeltaRuleArgs&);
+  void (*mamba2_scan)(const Mamba2Args&);
   void (*sample)(const SampleArgs&);
 };
 

@@ -225,10 +225,27 @@ def test_a_wrong_configuration_is_refused_with_what_it_takes(given_, said):
     assert str(error.value).startswith("--speculative-config: ") and said in str(error.value)
 
 
-def test_a_model_with_recurrent_states_is_refused_by_its_name(checkpoint):
-    args = EngineArgs(model=str(checkpoint("qwen3_5")), speculative_config=NGRAM)
-    with pytest.raises(ConfigError, match="has layers with recurrent states"):
-        args.create_engine_config()
+@pytest.mark.parametrize(
+    ("name", "given_", "expected"),
+    [
+        ("qwen3_5", {"num_speculative_tokens": 3}, 7 * 3),
+        ("qwen3_5", {}, 7 * 16),
+        ("qwen3_5", {"num_speculative_tokens": 32}, STEP_DRAFT_TOKENS),
+        ("qwen3_5", {"num_speculative_tokens": 3, "disable_by_batch_size": 2}, 2 * 3),
+        ("llama", {}, 0),
+    ],
+)
+def test_a_step_keeps_as_many_states_of_draft_tokens_as_it_can_have(
+    checkpoint, name, given_, expected
+):
+    args = EngineArgs(
+        model=str(checkpoint(name)), max_num_seqs=7, speculative_config=NGRAM | given_,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+    config = args.create_engine_config()
+    assert config.num_draft_states == expected
+    if name == "qwen3_5":
+        assert config.snapshot_slots == range(8 + expected, 8 + expected + 32)
 
 
 def test_rows_of_logits_are_limited(checkpoint):

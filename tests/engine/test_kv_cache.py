@@ -1,5 +1,6 @@
 """How large the KV cache and the recurrent states are, and what is said where they do not fit."""
 
+import logging
 import re
 
 import pytest
@@ -81,3 +82,18 @@ def test_so_many_states_as_are_told_fit(checkpoint, monkeypatch):
     load(folder, max_num_seqs=most, **options)
     with pytest.raises(ConfigError, match=f"to at most {most},"):
         load(folder, max_num_seqs=most + 1, **options)
+
+
+def test_states_of_draft_tokens_are_counted_and_said(checkpoint, monkeypatch, caplog):
+    drafts = {"method": "ngram", "num_speculative_tokens": 5}
+    options = {"max_num_seqs": 3, "max_model_len": 64}
+    with caplog.at_level(logging.INFO, "vllm"):
+        llm = load(checkpoint("qwen3_5"), speculative_config=drafts, **options)
+    assert "with those after 15 draft tokens" in caplog.text
+    layers = kv_cache.state_layers(llm.llm_engine.core.runner.model)
+    assert {len(layer.state) for layer in layers} == {1 + 3 + 15}
+    one = sum(layer.cache_spec.request_bytes(4, 1) for layer in layers)
+    monkeypatch.setattr(kv_cache, "_free_memory", lambda config, device: (1 + 3 + 14) * one)
+    load(checkpoint("qwen3_5"), **options)
+    with pytest.raises(ConfigError, match=r"and 15 draft tokens \(--speculative-config\): so many"):
+        load(checkpoint("qwen3_5"), speculative_config=drafts, **options)

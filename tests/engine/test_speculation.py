@@ -198,9 +198,14 @@ def test_a_request_ends_where_the_context_does(text_checkpoint):
         "llama4",
         "qwen3_moe",
         "mistral-window",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "nemotron_h",
+        "nemotron_h-moe",
     ],
 )
-def test_families_of_attention_give_what_they_give_without_drafts(checkpoint, name):
+def test_families_give_what_they_give_without_drafts(checkpoint, name):
     prompts = [{"prompt_token_ids": [10, 11, 12, 13] * 9 + [10 + i]} for i in range(3)]
     hot = {"temperature": 9.0}  # gemma3 is sure of itself
     params = [sampling(temperature=0, logprobs=1), sampling(**hot), sampling(logprobs=2, seed=5)]

@@ -17,15 +17,16 @@ from vllm.kernels.triton.delta_rule_kernels import chunk_kernel, solve_kernel
 SHARED_MEMORY = 227 << 10  # of a multiprocessor that one program can have
 TYPES = {"operands": "*fp16", "scores": "*fp16"}
 TYPES |= dict.fromkeys(("state", "from_values", "decays", "decay_rate", "dt_bias"), "*fp32")
-TYPES |= dict.fromkeys(("state_slots", "query_start_loc", "seq_lens"), "*i32")
+TYPES |= dict.fromkeys(("state_slots", "query_start_loc", "seq_lens", "draft_slots"), "*i32")
 
 
-def compiled(kernel, dtype: str, size: int, **options):
+def compiled(kernel, dtype: str, size: int, has_drafts: bool = False, **options):
     constants = {
         "HEADS": 4, "GROUP": 2, "K": size, "K_PAD": size, "V": size, "V_PAD": size, "R_PAD": 256,
         "CHUNK": CHUNK, "BLOCK_V": CHUNK_BLOCK_V,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    constants |= {} if has_drafts else {"draft_slots": None}
     types = TYPES | dict.fromkeys(("q", "k", "v", "a", "b", "out"), dtype)
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -40,9 +41,10 @@ def compiled(kernel, dtype: str, size: int, **options):
     )
 
 
-def test_operands_of_products_with_the_state_are_read_where_they_are_loaded():
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_operands_of_products_with_the_state_are_read_where_they_are_loaded(has_drafts):
     """By tensor cores, from shared memory, some chunks ahead."""
-    kernel = compiled(chunk_kernel, "*bf16", 128, num_stages=3)
+    kernel = compiled(chunk_kernel, "*bf16", 128, has_drafts, num_stages=3)
     assert kernel.metadata.shared <= SHARED_MEMORY
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16" in ptx

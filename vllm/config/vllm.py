@@ -12,7 +12,7 @@ from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.selection import warn_of_model_rule
 from vllm.config.speculative import STEP_DRAFT_TOKENS, SpeculativeConfig
-from vllm.errors import CheckpointError, ConfigError
+from vllm.errors import CheckpointError
 from vllm.formats.readers.base import QuantizationConfig
 from vllm.formats.readers.registry import find_quantization
 from vllm.formats.stored_scales import with_stored_scales
@@ -50,12 +50,6 @@ class VllmConfig:
         self._decide_use_deep_gemm()
         if self.model_config.decoder is not None:
             check_parallel(self.parallel_config, self.model_config.decoder)
-        if self.speculative_config is not None and self.model_config.has_recurrent_states:
-            raise ConfigError(
-                f"--speculative-config: {self.model_config.model} has layers with recurrent states "
-                f"({self.model_config.model_type}), which cannot take draft tokens back; leave it "
-                f"out, or take a model whose layers are all attention"
-            )
 
     def _check_named_layers(self) -> None:
         quant, model = self.quant_config, self.model_config
@@ -82,6 +76,16 @@ class VllmConfig:
         return min(limits.max_num_seqs + drafts, limits.max_num_batched_tokens)
 
     @property
+    def num_draft_states(self) -> int:
+        """Recurrent states after draft tokens that a step keeps, at most, beside one of each
+        request: that after the last accepted token becomes its request's."""
+        drafts, limit = self.speculative_config, self.scheduler_config.max_num_seqs
+        if drafts is None or not self.model_config.has_recurrent_states:
+            return 0
+        num_seqs = min(limit, drafts.disable_by_batch_size or limit)
+        return min(num_seqs * drafts.num_speculative_tokens, STEP_DRAFT_TOKENS)
+
+    @property
     def num_draft_blocks(self) -> int:
         """Blocks of the KV cache of a model or layer that drafts, beside those of requests: for
         draft tokens that have none yet."""
@@ -94,10 +98,10 @@ class VllmConfig:
     @property
     def snapshot_slots(self) -> range:
         """Slots of recurrent states that are kept for later requests, after those of running ones
-        (1 to max_num_seqs; 0 is nobody's)."""
+        and their draft tokens (from 1 on; 0 is nobody's)."""
         has_states, cache = self.model_config.has_recurrent_states, self.cache_config
         count = cache.num_state_snapshots if has_states and cache.enable_prefix_caching else 0
-        first = self.scheduler_config.max_num_seqs + 1
+        first = self.scheduler_config.max_num_seqs + self.num_draft_states + 1
         return range(first, first + count)
 
 

@@ -38,7 +38,7 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
     "attention": ("triton", "flashinfer", "cpu", "torch"),
     "kv_quant": ("rotary", "triton", "cpu", "torch"),
     "delta_rule": ("triton", "cpu", "torch"),
-    "mamba2": ("triton", "torch"),
+    "mamba2": ("triton", "cpu", "torch"),
 }
 
 # By problem family and device family, where the order is another one there.

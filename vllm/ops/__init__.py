@@ -7,8 +7,7 @@ The contract of every function: the result of a row (a token) is the same bit fo
 else is in the batch, however a prompt is cut into chunks, and on any number of threads (`cpu_ops`
 only). Two instruction sets with fused multiply-add give the same bits too.
 
-What there is in torch alone (Mamba2, squared ReLU, convolutions with a bias) is in both modules,
-and the state of Mamba2 after a prompt depends on its chunks up to rounding.
+Squared ReLU there is in torch alone, in both modules.
 
 Activations are float32, bfloat16 or float16. Outputs have the type of their input. The paged cache
 is `k_cache` [num_blocks, num_kv_heads, head_dim, block_size] and `v_cache`

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm.ops.cpu_recurrence import causal_conv1d as causal_conv1d
+from vllm.ops.cpu_recurrence import gated_delta_rule as gated_delta_rule
+from vllm.ops.cpu_recurrence import mamba2_scan as mamba2_scan
 from vllm.ops.moe_router import choose_experts as choose_experts
 from vllm.ops.native_ops import NativeOps
-from vllm.ops.torch_delta_net import causal_conv1d as _biased_causal_conv1d
-from vllm.ops.torch_mamba2 import mamba2_scan as mamba2_scan
 from vllm.ops.torch_mamba2 import relu2 as relu2
-from vllm.ops.torch_mamba2 import silu_mul_rms_norm as silu_mul_rms_norm
 from vllm.platforms import native
 
 _ops = NativeOps("")
@@ -28,11 +28,10 @@ _linear_pack_codes = _library.linear_pack_codes
 _linear = _library.linear
 _swigluoai_and_mul = _library.swigluoai_and_mul
 _rms_norm_gated = _library.rms_norm_gated
+_silu_mul_rms_norm = _library.silu_mul_rms_norm
 _mul_sigmoid = _library.mul_sigmoid
 _gelu_and_mul = _library.gelu_and_mul
 _soft_cap = _library.soft_cap
-_causal_conv1d = _library.causal_conv1d
-_gated_delta_rule = _library.gated_delta_rule
 _reshape_and_cache = _library.reshape_and_cache
 _paged_attention = _library.paged_attention
 
@@ -246,6 +245,17 @@ def rms_norm_gated(
     return out
 
 
+def silu_mul_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and
+    gate [tokens, groups, columns], weight float32 [groups, columns]."""
+    if out is None:
+        out = x.new_empty(x.shape)
+    _silu_mul_rms_norm(x, gate, weight, out, eps)
+    return out
+
+
 def qk_norm_rotary(
     positions: Tensor,
     query: Tensor,
@@ -379,70 +389,6 @@ def paged_attention(
     scales = k_scale, v_scale
     variant = sinks, softcap, is_chunked
     _paged_attention(query, k_cache, v_cache, *batch, out, scale, sliding_window, *scales, *variant)
-    return out
-
-
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    out: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """silu of a convolution along the tokens of each request: x [tokens, channels] -> the same.
-
-    out[t, c] = silu(bias[c] + sum over j of weight[j, c] * x[t - taps + 1 + j, c]), `weight`
-    float32 [taps, channels], up to 8 taps, `bias` float32 [channels] or None. Where that reaches
-    back before this step it reads `state` [slots, taps - 1, channels] in x's type, the last inputs
-    of the request in slot `state_slots[r]` (int32 [requests]), and then leaves its own last inputs
-    there. Requests are given as for `paged_attention`, each with at least one token; one with
-    seq_lens[r] tokens in this step starts from zeros, whatever its slot holds. Slots of requests
-    must differ.
-    """
-    if out is None:
-        out = x.new_empty(x.shape)
-    if bias is not None:  # the native kernel takes none
-        requests = state_slots, query_start_loc, seq_lens
-        return _biased_causal_conv1d(x, weight, state, *requests, out, bias)
-    _causal_conv1d(x, weight, state, state_slots, query_start_loc, seq_lens, out)
-    return out
-
-
-def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    a: Tensor,
-    b: Tensor,
-    decay_rate: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    state_slots: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The recurrence of Gated DeltaNet (arXiv 2412.06464) over the tokens of each request.
-
-    `query`, `key` [tokens, key heads, key_dim]; `value` [tokens, value heads, value_dim], whose
-    head h goes with key head h // (value heads / key heads); `a`, `b` [tokens, value heads];
-    `decay_rate`, `dt_bias` float32 [value heads]. Per token and value head, in float32:
-
-        q, k = query / |query| / sqrt(key_dim), key / |key|        (lengths sqrt(sum + 1e-6))
-        S = exp(-decay_rate * softplus(a + dt_bias)) * S           S [key_dim, value_dim]
-        S = S + k (outer product) sigmoid(b) * (value - S.T k)
-        out = S.T q                                                out [tokens, value heads, ...]
-
-    S is `state[state_slots[r], h]` (float32 [slots, value heads, key_dim, value_dim]), taken and
-    left as `causal_conv1d` does with its own. Head sizes up to 256.
-    """
-    if out is None:
-        out = value.new_empty(value.shape)
-    requests = state_slots, query_start_loc, seq_lens
-    _gated_delta_rule(query, key, value, a, b, decay_rate, dt_bias, state, *requests, out)
     return out
 
 

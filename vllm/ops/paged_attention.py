@@ -39,8 +39,10 @@ class AttentionBatch:
     each request, those of this step included. block_tables: int32 [R, max blocks].
     slot_mapping: int64 [T], block * block_size + offset where each token's K and V go; negative
     for a token that fills up a captured graph. state_slots: int32 [R], where each request's
-    recurrent states are; 0 is nobody's, for what fills up a graph. max_query_len, max_seq_len:
-    bounds that kernels size their grids by, which a captured graph cannot read from the device.
+    recurrent states are; 0 is nobody's, for what fills up a graph. draft_slots: int32 [T], where
+    the states after draft tokens go, -1 for other tokens (`cpu_ops.causal_conv1d`); None where no
+    step has both. max_query_len, max_seq_len: bounds that kernels size their grids by, which a
+    captured graph cannot read from the device.
     host: the same for kernels that the host plans; None in a captured graph, and for padding.
     """
 
@@ -52,6 +54,7 @@ class AttentionBatch:
     max_query_len: int
     max_seq_len: int
     host: HostBatch | None = None
+    draft_slots: Tensor | None = None
 
 
 GraphShape: TypeAlias = tuple[int, int, int]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
+from vllm.ops.draft_states import has_drafts, keep_draft_states
+
 _NORM_EPS = 1e-6
 _CHUNK = 64
 
@@ -25,8 +27,14 @@ def causal_conv1d(
     seq_lens: Tensor,
     out: Tensor | None = None,
     bias: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
+    if has_drafts(draft_slots):
+        return keep_draft_states(
+            causal_conv1d, (x,), (weight,), state, (state_slots, query_start_loc, seq_lens),
+            draft_slots, out, bias=bias,
+        )  # fmt: skip
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens, requests in pieces(query_start_loc, x.shape[0]):
         slots = state_slots[requests].long()
@@ -54,8 +62,14 @@ def gated_delta_rule(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it."""
+    if has_drafts(draft_slots):
+        return keep_draft_states(
+            gated_delta_rule, (query, key, value, a, b), (decay_rate, dt_bias), state,
+            (state_slots, query_start_loc, seq_lens), draft_slots, out,
+        )  # fmt: skip
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     group = value.shape[1] // query.shape[1]
     log_decay = -decay_rate * softplus(a.float() + dt_bias)

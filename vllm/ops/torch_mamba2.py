@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from vllm.ops.draft_states import has_drafts, keep_draft_states
 from vllm.ops.torch_delta_net import pieces
 
 _CHUNK = 64
@@ -29,20 +30,14 @@ def mamba2_scan(
     seq_lens: Tensor,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     out: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
-    """The recurrence of Mamba2 over the tokens of each request: -> [tokens, heads, head_dim].
-
-    `x` [tokens, heads, head_dim]; `dt` [tokens, heads]; `b`, `c` [tokens, groups, state_size], of
-    which group h // (heads / groups) goes with head h; `decay_rate` (exp of A_log), `dt_bias`,
-    `skip` (D) float32 [heads]. Per token and head, in float32:
-
-        d = clamp(softplus(dt + dt_bias), dt_limits)
-        S = exp(-decay_rate * d) * S + b (outer product) d * x     S [state_size, head_dim]
-        out = S.T c + skip * x
-
-    S is `state[state_slots[r], h]` (float32 [slots, heads, state_size, head_dim]), taken and left
-    as `cpu_ops.causal_conv1d` does with its own, where requests are explained too.
-    """
+    """The recurrence of Mamba2, as `cpu_ops.mamba2_scan` defines it."""
+    if has_drafts(draft_slots):
+        return keep_draft_states(
+            mamba2_scan, (x, dt, b, c), (decay_rate, dt_bias, skip), state,
+            (state_slots, query_start_loc, seq_lens), draft_slots, out, dt_limits=dt_limits,
+        )  # fmt: skip
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_groups = b.shape[1]
     steps = softplus(dt.float() + dt_bias).clamp(*dt_limits)
@@ -98,8 +93,7 @@ def _chunked(
 def silu_mul_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """rms_norm(x * silu(gate), weight, eps) over the columns of each group, rounded once; x and
-    gate [tokens, groups, columns], weight float32 [groups, columns]."""
+    """As `cpu_ops.silu_mul_rms_norm`."""
     gated = x.float() * silu(gate.float())
     scale = (gated.square().mean(-1, keepdim=True) + eps).rsqrt()
     result = (gated * scale * weight).to(x.dtype)

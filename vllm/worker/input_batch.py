@@ -21,11 +21,20 @@ class InputBatch:
     int64 [rows], draft tokens of the step, which follow those in token_ids.
     block_table: int32 [rows, max blocks]. sampled_at: int64 [rows], index of the last token in the
     device's sampled tokens, -1 where it is in token_ids. state_slots: int32 [rows], slots of
-    recurrent states from 1 on; a request keeps its slot when its row moves. token_masks: by id of a
-    request with allowed_token_ids, int32 [words], as a grammar's (`sampler.ban_others`).
+    recurrent states from 1 on; a request keeps its slot when its row moves, and takes over that of
+    the last draft token that is accepted. token_masks: by id of a request with allowed_token_ids,
+    int32 [words], as a grammar's (`sampler.ban_others`).
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int = 0):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int = 0,
+        num_draft_states: int = 0,
+    ):
+        """num_draft_states: slots of recurrent states after draft tokens."""
         self.block_size = block_size
         # The system maps zeroed pages on first use: a long max_model_len costs no memory here.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -37,7 +46,9 @@ class InputBatch:
         self.num_drafts = np.zeros(max_num_seqs, np.int64)
         self.sampled_at = np.full(max_num_seqs, -1, np.int64)
         self.state_slots = np.zeros(max_num_seqs, np.int32)
-        self._free_state_slots = list(range(max_num_seqs, 0, -1))
+        self._free_state_slots = list(range(max_num_seqs + num_draft_states, 0, -1))
+        self._keeps_draft_states = num_draft_states > 0
+        self._draft_slots: dict[str, list[int]] = {}  # of the step's draft tokens, by request
         self.seeds = np.zeros(max_num_seqs, np.uint64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
@@ -101,6 +112,10 @@ class InputBatch:
     def state_slot(self, request_id: str) -> int:
         return int(self.state_slots[self.row_of[request_id]])
 
+    def draft_slots_of(self, row: int) -> list[int]:
+        """Slots of the states after each draft token of the step."""
+        return self._draft_slots[self.requests[row].request_id]
+
     def append_blocks(self, request_id: str, blocks: list[int]) -> None:
         row = self.row_of[request_id]
         start = self.num_blocks[row]
@@ -123,18 +138,29 @@ class InputBatch:
     def put_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """Draft tokens of this step, by request; others have none. All tokens before are known."""
         self.num_drafts.fill(0)
+        for slots in self._draft_slots.values():  # of a step without a result
+            self._free_state_slots += slots
+        self._draft_slots.clear()
         for request_id, tokens in drafts.items():
             row = self.row_of[request_id]
             start = self.num_tokens[row]
             self.token_ids[row, start : start + len(tokens)] = tokens
             self.num_drafts[row] = len(tokens)
             self.sampled_at[row] = -1
+            if self._keeps_draft_states:
+                assert start == self.num_computed[row] + 1, "drafts follow a single token"
+                self._draft_slots[request_id] = [self._free_state_slots.pop() for _ in tokens]
 
     def append_tokens(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         """New tokens of requests after a step with drafts; what is computed of each are the tokens
         before its last one. Skips requests that are gone."""
         for request_id, new in zip(request_ids, tokens):
+            slots = self._draft_slots.pop(request_id, [])
             row = self.row_of.get(request_id)
+            if row is not None and slots and len(new) > 1:
+                accepted = len(new) - 2  # the last draft token of these
+                self.state_slots[row], slots[accepted] = slots[accepted], self.state_slots[row]
+            self._free_state_slots += map(int, slots)
             if row is None:
                 continue
             start = int(self.num_tokens[row])
@@ -149,7 +175,8 @@ def make_batch(config: VllmConfig) -> InputBatch:
     num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
     try:
         vocab_size = config.model_config.vocab_size
-        return InputBatch(num_seqs, length, config.cache_config.block_size, vocab_size)
+        size, num_draft_states = config.cache_config.block_size, config.num_draft_states
+        return InputBatch(num_seqs, length, size, vocab_size, num_draft_states)
     except MemoryError as error:
         raise ConfigError(
             f"--max-num-seqs {num_seqs} requests of --max-model-len {length} tokens: {error}; "

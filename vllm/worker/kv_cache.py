@@ -210,25 +210,29 @@ def allocate_states(model: nn.Module, config: VllmConfig, device: torch.device) 
     if not layers:
         return 0
     num_seqs, num_kept = config.scheduler_config.max_num_seqs, len(config.snapshot_slots)
-    num_slots = num_seqs + 1 + num_kept  # the first is for rows that fill up a captured graph
+    num_drafts = config.num_draft_states
+    # The first is for rows that fill up a captured graph.
+    num_slots = 1 + num_seqs + num_drafts + num_kept
     ranks = config.parallel_config.tensor_parallel_size
     of_one = sum(layer.cache_spec.request_bytes(layer.dtype.itemsize, ranks) for layer in layers)
     free = _free_memory(config, device)
     if num_slots * of_one > free:
-        fits = max(free // of_one - 1 - num_kept, 0)
+        fits = max(free // of_one - 1 - num_drafts - num_kept, 0)
         kept = f" and --num-state-snapshots {num_kept}" if num_kept else ""
+        drafts = f" and {num_drafts} draft tokens (--speculative-config)" if num_drafts else ""
         raise ConfigError(
-            f"--max-num-seqs {num_seqs}{kept}: so many recurrent states need "
+            f"--max-num-seqs {num_seqs}{kept}{drafts}: so many recurrent states need "
             f"{num_slots * of_one / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB of memory are free; "
             f"lower --max-num-seqs to at most {fits}, less what the KV cache needs"
         )
     for layer in layers:
         layer.allocate(num_slots, device)
     logger.info(
-        "Recurrent states: %d requests of %.2f MiB each, %.2f GiB. %s",
+        "Recurrent states: %d requests of %.2f MiB each, %.2f GiB%s. %s",
         num_seqs,
         of_one / (1 << 20),
         num_slots * of_one / _GIB,
+        f" with those after {num_drafts} draft tokens" if num_drafts else "",
         f"{num_kept} of earlier prompts are kept for those that begin alike"
         if num_kept
         else "Prefix caching is off: a state holds all tokens of its request; with "

@@ -92,12 +92,10 @@ class ModelRunner:
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         self.batch = make_batch(config)
         self._inputs = StepInputs(
-            self._max_tokens,
-            config.scheduler_config.max_num_seqs,
-            self.batch.block_table.shape[1],
-            self.batch.block_size,
-            self.device,
-        )
+            self._max_tokens, config.scheduler_config.max_num_seqs,
+            self.batch.block_table.shape[1], self.batch.block_size, self.device,
+            config.num_draft_states > 0,
+        )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
         self._state_layers = state_layers(self.model)
@@ -153,7 +151,10 @@ class ModelRunner:
             if isinstance(module, Attention):
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
         self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
-        inputs = StepInputs(num_tokens, num_seqs, 1, config.cache_config.block_size, self.device)
+        inputs = StepInputs(
+            num_tokens, num_seqs, 1, config.cache_config.block_size, self.device,
+            config.num_draft_states > 0,
+        )  # fmt: skip
         longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
         calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
         torch.cuda.reset_peak_memory_stats()

@@ -37,25 +37,27 @@ class StepInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        keeps_draft_states: bool = False,
     ):
-        """max_blocks: of one request."""
+        """max_blocks: of one request. keeps_draft_states: steps may have draft tokens, and layers
+        recurrent states after each."""
         self._device = device
         self._max_blocks = max_blocks
         self._block_size = block_size
         self.sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.planners: list[GraphPlanner] = []  # of host-planned attention
-        self._buffers = InputBuffers(
-            {
-                "input_ids": (np.int64, (max_tokens,)),
-                "positions": (np.int64, (max_tokens,)),
-                "slot_mapping": (np.int64, (max_tokens,)),
-                # A prompt graph has one more request, of padding.
-                "query_start_loc": (np.int32, (max_seqs + 2,)),
-                "seq_lens": (np.int32, (max_seqs + 1,)),
-                "state_slots": (np.int32, (max_seqs + 1,)),
-            },
-            device,
-        )
+        sizes: dict[str, tuple[type, tuple[int, ...]]] = {
+            "input_ids": (np.int64, (max_tokens,)),
+            "positions": (np.int64, (max_tokens,)),
+            "slot_mapping": (np.int64, (max_tokens,)),
+            # A prompt graph has one more request, of padding.
+            "query_start_loc": (np.int32, (max_seqs + 2,)),
+            "seq_lens": (np.int32, (max_seqs + 1,)),
+            "state_slots": (np.int32, (max_seqs + 1,)),
+        }
+        if keeps_draft_states:
+            sizes["draft_slots"] = (np.int32, (max_tokens,))
+        self._buffers = InputBuffers(sizes, device)
         if device.type == "cuda":
             self._make_decode_buffers(max_seqs)
 
@@ -112,6 +114,12 @@ class StepInputs:
         host["slot_mapping"][:num_tokens] = slots + positions % size
         host["seq_lens"][:num_seqs] = seq_lens
         host["state_slots"][:num_seqs] = batch.state_slots[rows]
+        if "draft_slots" in host:
+            assert isinstance(batch, InputBatch)
+            host["draft_slots"][:num_tokens] = -1
+            for request in np.flatnonzero(batch.num_drafts[rows]):
+                slots, end = batch.draft_slots_of(rows[request]), query_start_loc[request + 1]
+                host["draft_slots"][end - len(slots) : end] = slots
         if shape is not None:
             _pad(host, num_tokens, num_seqs, shape)
         self._buffers.upload()
@@ -155,6 +163,8 @@ class StepInputs:
         device["slot_mapping"].fill_(-1)
         device["seq_lens"].fill_(1)
         device["state_slots"].fill_(0)
+        if "draft_slots" in device:
+            device["draft_slots"].fill_(-1)
         tables = torch.zeros_like(device["seq_lens"][:num_seqs])[:, None]
         return _batch(device, num_tokens, num_seqs, tables, cdiv(num_tokens, num_seqs), max_seq_len)
 
@@ -213,6 +223,7 @@ def _batch(
     max_seq_len: int,
 ) -> ForwardBatch:
     """The first tokens and requests of the buffers `device`."""
+    draft_slots = device.get("draft_slots")
     return ForwardBatch(
         input_ids=device["input_ids"][:num_tokens],
         positions=device["positions"][:num_tokens],
@@ -224,6 +235,7 @@ def _batch(
             state_slots=device["state_slots"][:num_seqs],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            draft_slots=None if draft_slots is None else draft_slots[:num_tokens],
         ),
     )
 
@@ -231,8 +243,9 @@ def _batch(
 def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: PromptShape) -> None:
     """Pads with empty requests and a last one with the remaining tokens, which has no keys, no KV
     slots and the state slot 0 of padding."""
-    for name, nothing in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
-        host[name][num_tokens : shape.tokens] = nothing
+    of_tokens = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "draft_slots": -1}
+    for name in of_tokens.keys() & host.keys():
+        host[name][num_tokens : shape.tokens] = of_tokens[name]
     host["query_start_loc"][num_seqs + 1 : shape.seqs] = num_tokens
     host["query_start_loc"][shape.seqs] = shape.tokens
     for name in ("seq_lens", "state_slots"):

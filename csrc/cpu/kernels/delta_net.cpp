@@ -3,25 +3,13 @@
 // Both walk the tokens of a request in order, from the state that its last step left behind, and
 // do the same operations for a token wherever a step begins or ends: its bits do not depend on how
 // the prompt was chunked. Channels, and columns of the recurrent state, are independent.
-#include "parallel.h"
+#include "recurrence.h"
 
 namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
 namespace {
 
-constexpr int64_t kSerialElements = 1 << 14;  // elements that waking other threads must be worth
-constexpr int64_t kChannels = 256;            // of the convolution that one thread takes at a time
-constexpr int kColumns = 2 * kLanes;  // of the state that are updated together, out of the L1 cache
-constexpr int64_t kTileTokens = 16;   // between two trips of a block of columns to memory
+constexpr int64_t kChannels = 256;  // of the convolution that one thread takes at a time
 constexpr float kNormEps = 1e-6f;
-
-int lanes_left(int64_t size, int64_t at) {
-  return size - at < kLanes ? static_cast<int>(size - at) : kLanes;
-}
-
-bool is_fresh(const StateRequests& requests, int64_t request) {
-  return requests.seq_lens[request] ==
-         requests.query_start[request + 1] - requests.query_start[request];
-}
 
 // ---------------------------------------------------------------- convolution
 
@@ -79,7 +67,7 @@ void convolve(const ConvArgs& args, int64_t request, int64_t begin, int64_t end)
     T* out = static_cast<T*>(args.out.data) + (first + t) * args.out.stride;
     for (int64_t i = begin; i < end; i += kLanes) {
       const int count = lanes_left(end, i);
-      F32x16 sum = zero();
+      F32x16 sum = args.bias ? load_first<ElementType::kFloat32>(args.bias + i, count) : zero();
       for (int64_t tap = 0; tap < args.taps; ++tap) {
         if (!rows[tap]) continue;
         const float* weight = args.weight + tap * args.channels + i;
@@ -121,15 +109,6 @@ void load_unit(const Heads& heads, int64_t token, int64_t head, int64_t dim, flo
 }
 
 template <ElementType kType>
-float element(const Rows& rows, int64_t row, int64_t column) {
-  float lanes[kLanes];
-  store(lanes,
-        load_first<kType>(
-            static_cast<const StorageOf<kType>*>(rows.data) + row * rows.stride + column, 1));
-  return lanes[0];
-}
-
-template <ElementType kType>
 void load_tile(const DeltaRuleArgs& args, int64_t head, int64_t first, int64_t num_tokens,
                Tile& tile) {
   const int64_t key_head = head / (args.num_value_heads / args.num_key_heads);
@@ -138,25 +117,11 @@ void load_tile(const DeltaRuleArgs& args, int64_t head, int64_t first, int64_t n
     load_unit<kType>(args.key, first + t, key_head, args.key_dim, 1.0f, tile.key[t]);
     load_unit<kType>(args.query, first + t, key_head, args.key_dim, query_length, tile.query[t]);
     tile.overlap[t] = dot(tile.key[t], tile.query[t], args.key_dim);
-    const float a = element<kType>(args.a, first + t, head) + args.dt_bias[head];
-    const float softplus = a > 20.0f ? a : __builtin_log1pf(__builtin_expf(a));
-    tile.decay[t] = __builtin_expf(-args.decay_rate[head] * softplus);
+    const float dt = softplus(element<kType>(args.a, first + t, head) + args.dt_bias[head]);
+    tile.decay[t] = __builtin_expf(-args.decay_rate[head] * dt);
     tile.beta[t] = 1.0f / (1.0f + __builtin_expf(-element<kType>(args.b, first + t, head)));
   }
 }
-
-struct Columns {
-  F32x16 low, high;
-};
-SIMD_INLINE Columns load_columns(const float* p) { return {load(p), load(p + kLanes)}; }
-SIMD_INLINE void store_columns(float* p, const Columns& c) {
-  store(p, c.low);
-  store(p + kLanes, c.high);
-}
-SIMD_INLINE Columns fma(F32x16 a, const Columns& b, const Columns& c) {
-  return {fma(a, b.low, c.low), fma(a, b.high, c.high)};
-}
-SIMD_INLINE Columns mul(F32x16 a, const Columns& b) { return {mul(a, b.low), mul(a, b.high)}; }
 
 // What the state holds for a key and for a query: its transpose times each.
 struct Reading {

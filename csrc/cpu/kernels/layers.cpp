@@ -69,6 +69,7 @@ void norm_row(const NormArgs& args, int64_t token, int64_t head) {
         store_first<kType>(residual + i, add(value, load_first<kType>(residual + i, count)), count);
         value = load_first<kType>(residual + i, count);
       }
+      if (args.is_gated_before) value = mul(value, silu(load_first<kType>(gate + i, count)));
       squares[c] = fma(value, value, squares[c]);
     }
   }
@@ -76,11 +77,15 @@ void norm_row(const NormArgs& args, int64_t token, int64_t head) {
   const F32x16 factor =
       set1(1.0f / __builtin_sqrtf(total / static_cast<float>(args.dim) + args.eps));
   const T* source = residual ? residual : x;
+  const float* weights = args.weight + head * args.weight_stride;
   for (int64_t i = 0; i < args.dim; i += kLanes) {
     const int count = lanes_left(args.dim, i);
-    const F32x16 weight = load_first<ElementType::kFloat32>(args.weight + i, count);
-    F32x16 value = mul(mul(load_first<kType>(source + i, count), factor), weight);
-    if (gate) value = mul(value, silu(load_first<kType>(gate + i, count)));
+    const F32x16 weight = load_first<ElementType::kFloat32>(weights + i, count);
+    const F32x16 gated = gate ? silu(load_first<kType>(gate + i, count)) : zero();
+    F32x16 value = load_first<kType>(source + i, count);
+    if (args.is_gated_before) value = mul(value, gated);
+    value = mul(mul(value, factor), weight);
+    if (gate && !args.is_gated_before) value = mul(value, gated);
     store_first<kType>(out + i, value, count);
   }
 }

@@ -1,7 +1,6 @@
 """Draft tokens on a GPU: the tokens are those without, and nothing compiles for them."""
 
 import pytest
-import torch
 from mtp_checkpoints import add_mtp
 from tiny_models import build_model
 
@@ -12,6 +11,11 @@ SIZES = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 40,
 }  # fmt: skip
+MODELS = {
+    "qwen3": {},
+    "qwen3_5": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "nemotron_h": {"ssm_state_size": 128, "mamba_head_dim": 64},
+}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 # Of so few words that some follow each other again.
 PROMPTS = [[3, 4, 5, 6] * 5, [7, 8] * 6, [9, 10, 11], [*range(12, 40)]]
@@ -21,11 +25,11 @@ SEEDED = SamplingParams(temperature=0.3, seed=5, max_tokens=60, ignore_eos=True)
 NEAR = 0.2
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
+@pytest.fixture(scope="module", params=MODELS)
+def folder(tmp_path_factory, request) -> str:
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    build_model("qwen3", **SIZES).bfloat16().save_pretrained(path)
+    sizes = SIZES | MODELS[request.param]
+    build_model(request.param, **sizes).bfloat16().save_pretrained(path)
     return str(path)
 
 
@@ -48,6 +52,7 @@ def test_in_float32_tokens_are_those_without_drafts(folder, params):
     assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
 
 
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_draft_model_drafts(folder, params):
     drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4}

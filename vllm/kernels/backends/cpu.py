@@ -10,6 +10,7 @@ from vllm.kernels.select.problem import (
     DeltaRuleProblem,
     KVQuantProblem,
     LinearProblem,
+    Mamba2Problem,
     MoEProblem,
     Problem,
 )
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         DeltaRule,
         LinearKernel,
         LinearTensors,
+        Mamba2Scan,
         MoEKernel,
         MoETensors,
     )
@@ -61,6 +63,12 @@ SPECS = (
         family="delta_rule",
         formats=shared.STATES,
         native=("cpu_delta_net",),
+        check=shared.state_heads,
+    ),
+    _Spec(
+        family="mamba2",
+        formats=shared.STATES,
+        native=("cpu_mamba2",),
         check=shared.state_heads,
     ),
 )
@@ -138,3 +146,9 @@ def delta_rule(problem: DeltaRuleProblem) -> "DeltaRule":
     from vllm.ops import cpu_ops
 
     return cpu_ops.gated_delta_rule
+
+
+def mamba2(problem: Mamba2Problem) -> "Mamba2Scan":
+    from vllm.ops import cpu_ops
+
+    return partial(cpu_ops.mamba2_scan, dt_limits=problem.dt_limits)

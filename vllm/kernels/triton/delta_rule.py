@@ -36,6 +36,7 @@ def causal_conv1d(
     seq_lens: Tensor,
     out: Tensor | None = None,
     bias: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
     num_tokens, channels = x.shape
@@ -55,8 +56,8 @@ def causal_conv1d(
             CHANNELS=channels, TAPS=taps, TOKENS=CONV_TOKENS, BLOCK=CONV_BLOCK,
         )  # fmt: skip
         conv_state_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](
-            x, state, *requests, num_requests, x.stride(0), CHANNELS=channels, TAPS=taps,
-            BLOCK=STEP_BLOCK,
+            x, state, *requests, draft_slots, num_requests, x.stride(0), CHANNELS=channels,
+            TAPS=taps, BLOCK=STEP_BLOCK,
         )  # fmt: skip
     return result
 
@@ -74,6 +75,7 @@ def gated_delta_rule(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     out: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it.
 
@@ -88,12 +90,11 @@ def gated_delta_rule(
     assert a.stride() == b.stride() and a.stride(1) == 1
     gates, requests = (a, b, decay_rate, dt_bias), (state_slots, query_start_loc, seq_lens)
     strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
-    key_pad = max(16, next_power_of_2(dim_k))
+    key_pad, group = max(16, next_power_of_2(dim_k)), heads // key.shape[1]
     sizes = {"HEADS": heads, "K": dim_k, "K_PAD": key_pad, "V": dim_v}
-    group = heads // key.shape[1]
     step_kernel[(cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
-        query, key, value, *gates, state, *requests, result, *strides, num_requests, **sizes,
-        GROUP=group, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
+        query, key, value, *gates, state, *requests, draft_slots, result, *strides, num_requests,
+        **sizes, GROUP=group, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
     )  # fmt: skip
     if num_tokens > num_requests:
         # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
@@ -111,13 +112,13 @@ def gated_delta_rule(
             )
         ]
         solve_kernel[(num_chunks, heads)](
-            query, key, value, *gates, query_start_loc, *prepared, *strides, num_requests,
-            **sizes, GROUP=group, num_warps=4, num_stages=1, maxnreg=SOLVE_REGISTERS,
+            query, key, value, *gates, query_start_loc, draft_slots, *prepared, *strides,
+            num_requests, **sizes, GROUP=group, num_warps=4, num_stages=1, maxnreg=SOLVE_REGISTERS,
         )  # fmt: skip
         # Chunks in shared memory: 192 KiB for heads of 128.
         num_stages = 3 if capability_major(value.device) == 9 and key_pad <= 128 else 1
         chunk_kernel[(cdiv(dim_v, CHUNK_BLOCK_V), heads, num_requests)](
-            state, *requests, *prepared, result, num_requests, **sizes, BLOCK_V=CHUNK_BLOCK_V,
-            num_warps=4, num_stages=num_stages,
+            state, *requests, draft_slots, *prepared, result, num_requests, **sizes,
+            BLOCK_V=CHUNK_BLOCK_V, num_warps=4, num_stages=num_stages,
         )  # fmt: skip
     return result

@@ -2,7 +2,9 @@
 """Device code of `delta_rule.py`: names in capitals are compile-time constants.
 
 Tokens of request r are query_start_loc[r] and on. A request whose seq_len is no more than the
-tokens it has in this step is fresh: it starts from zeros, whatever its slot holds.
+tokens it has in this step is fresh: it starts from zeros, whatever its slot holds. draft_slots is
+None where no request has draft tokens; else it gives for each token the slot of the state after it,
+-1 for one that is no draft.
 """
 
 import triton
@@ -20,6 +22,24 @@ def read_request(query_start_loc, seq_lens, state_slots, r):
     length = tl.load(query_start_loc + r + 1).to(tl.int32) - start
     slot = tl.load(state_slots + r).to(tl.int64)
     return start, length, slot, tl.load(seq_lens + r) > length
+
+
+@triton.jit
+def is_by_token(draft_slots, start, length):
+    """Whether a request is computed token by token: it has one, or drafts at its end."""
+    found = length == 1
+    if draft_slots is not None:
+        found |= tl.load(draft_slots + start + length - 1, mask=length > 0, other=-1) >= 0
+    return found
+
+
+@triton.jit
+def slot_after(draft_slots, token, slot):
+    """Where the state after a token goes of a request in `slot` that is computed by token."""
+    if draft_slots is not None:
+        drafted = tl.load(draft_slots + token).to(tl.int64)
+        slot = tl.where(drafted >= 0, drafted, slot)
+    return slot
 
 
 # ---------------------------------------------------------------- convolution
@@ -101,7 +121,7 @@ def conv_tokens_kernel(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def conv_state_kernel(
-    x, state, state_slots, query_start_loc, seq_lens, num_requests, x_stride,
+    x, state, state_slots, query_start_loc, seq_lens, draft_slots, num_requests, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """States after requests of more than one token. Grid (requests, channel blocks)."""
@@ -112,14 +132,20 @@ def conv_state_kernel(
         return
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = state + slot * ((TAPS - 1) * CHANNELS) + c
-    # In ascending order, so that a row is read before it is written.
-    for place in tl.static_range(TAPS - 1):
-        token = length - (TAPS - 1) + place
-        row = x + (start + token).to(tl.int64) * x_stride + c
-        new = tl.load(row, mask=(c < CHANNELS) & (token >= 0), other=0.0)
-        moved = own + tl.maximum(TAPS - 1 + token, 0) * CHANNELS
-        kept = tl.load(moved, mask=(c < CHANNELS) & (token < 0) & has_state, other=0.0)
-        tl.store(own + place * CHANNELS, new + kept, mask=c < CHANNELS)
+    num_states = tl.where(is_by_token(draft_slots, start, length), length, 1)
+    # That after the first token replaces what the others are made of.
+    for back in range(1 if draft_slots is None else num_states):
+        end = length - back
+        target = slot_after(draft_slots, start + end - 1, slot)
+        target = state + target * ((TAPS - 1) * CHANNELS) + c
+        # In ascending order, so that a row is read before it is written.
+        for place in tl.static_range(TAPS - 1):
+            token = end - (TAPS - 1) + place
+            row = x + (start + token).to(tl.int64) * x_stride + c
+            new = tl.load(row, mask=(c < CHANNELS) & (token >= 0), other=0.0)
+            moved = own + tl.maximum(TAPS - 1 + token, 0) * CHANNELS
+            kept = tl.load(moved, mask=(c < CHANNELS) & (token < 0) & has_state, other=0.0)
+            tl.store(target + place * CHANNELS, new + kept, mask=c < CHANNELS)
 
 
 # ---------------------------------------------------------------- recurrence
@@ -142,36 +168,40 @@ def _gates(a, b, decay_rate, dt_bias, tokens, head, gate_stride, is_token):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def step_kernel(
-    q, k, v, a, b, decay_rate, dt_bias, state, state_slots, query_start_loc, seq_lens, out,
-    q_stride, k_stride, v_stride, gate_stride, num_requests,
+    q, k, v, a, b, decay_rate, dt_bias, state, state_slots, query_start_loc, seq_lens, draft_slots,
+    out, q_stride, k_stride, v_stride, gate_stride, num_requests,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     V: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Requests of one token. Grid (blocks of a value head, heads, requests)."""
+    """Requests of one token, or with drafts. Grid (blocks of a value head, heads, requests)."""
     begin_dependent(PDL)
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
-    if length != 1:
+    if not is_by_token(draft_slots, start, length):
         return
     i, j = tl.arange(0, K_PAD), block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_i, is_j = i < K, j < V
-    own = state + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
+    at = i[:, None] * V + j[None, :]
     is_own = is_i[:, None] & is_j[None, :]
+    own = state + (slot * HEADS + head) * (K * V) + at
     memory = tl.load(own, mask=is_own & has_state, other=0.0)
-    wide = start.to(tl.int64)
-    at = (head // GROUP) * K + i
-    query = tl.load(q + wide * q_stride + at, mask=is_i, other=0.0).to(tl.float32)
-    key = tl.load(k + wide * k_stride + at, mask=is_i, other=0.0).to(tl.float32)
-    query *= tl.rsqrt(tl.sum(query * query, 0) + NORM_EPS) * K**-0.5
-    key *= tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
-    value = tl.load(v + wide * v_stride + head * V + j, mask=is_j, other=0.0).to(tl.float32)
-    log_decay, beta = _gates(a, b, decay_rate, dt_bias, start, head, gate_stride, True)
-    memory *= tl.exp(log_decay)
-    delta = (value - tl.sum(memory * key[:, None], 0)) * beta
-    memory += key[:, None] * delta[None, :]
-    tl.store(own, memory, mask=is_own)
-    y = tl.sum(memory * query[:, None], 0)
-    tl.store(out + (wide * HEADS + head) * V + j, y.to(out.dtype.element_ty), mask=is_j)
+    of_key = (head // GROUP) * K + i
+    for t in range(1 if draft_slots is None else length):
+        token = start + t
+        wide = token.to(tl.int64)
+        query = tl.load(q + wide * q_stride + of_key, mask=is_i, other=0.0).to(tl.float32)
+        key = tl.load(k + wide * k_stride + of_key, mask=is_i, other=0.0).to(tl.float32)
+        query *= tl.rsqrt(tl.sum(query * query, 0) + NORM_EPS) * K**-0.5
+        key *= tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
+        value = tl.load(v + wide * v_stride + head * V + j, mask=is_j, other=0.0).to(tl.float32)
+        log_decay, beta = _gates(a, b, decay_rate, dt_bias, token, head, gate_stride, True)
+        memory *= tl.exp(log_decay)
+        delta = (value - tl.sum(memory * key[:, None], 0)) * beta
+        memory += key[:, None] * delta[None, :]
+        target = slot_after(draft_slots, token, slot)
+        tl.store(state + (target * HEADS + head) * (K * V) + at, memory, mask=is_own)
+        y = tl.sum(memory * query[:, None], 0)
+        tl.store(out + (wide * HEADS + head) * V + j, y.to(out.dtype.element_ty), mask=is_j)
 
 
 @triton.jit
@@ -185,16 +215,21 @@ def _load_rows(x, rows, stride, part, SIZE: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _find_chunk(query_start_loc, index, num_requests, R_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """The request that chunk `index` belongs to, num_requests for none, and its first chunk.
+def _count_chunks(query_start_loc, draft_slots, requests, is_counted, CHUNK: tl.constexpr):
+    """Of each request: none of one that is computed by token."""
+    begin = tl.load(query_start_loc + requests, mask=is_counted, other=0).to(tl.int32)
+    end = tl.load(query_start_loc + requests + 1, mask=is_counted, other=0).to(tl.int32)
+    length = end - begin
+    return tl.where(is_by_token(draft_slots, begin, length), 0, tl.cdiv(length, CHUNK))
 
-    Chunks are counted over the requests of more than one token.
-    """
+
+@triton.jit
+def _find_chunk(
+    query_start_loc, draft_slots, index, num_requests, R_PAD: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The request that chunk `index` belongs to, num_requests for none, and its first chunk."""
     r = tl.arange(0, R_PAD)
-    begin = tl.load(query_start_loc + r, mask=r < num_requests, other=0)
-    end = tl.load(query_start_loc + r + 1, mask=r < num_requests, other=0)
-    length = (end - begin).to(tl.int32)
-    count = tl.where(length > 1, tl.cdiv(length, CHUNK), 0)
+    count = _count_chunks(query_start_loc, draft_slots, r, r < num_requests, CHUNK)
     last = tl.cumsum(count, 0)
     request = tl.sum((last <= index).to(tl.int32), 0)
     first = tl.sum(tl.where(r == request, last - count, 0), 0)
@@ -280,8 +315,8 @@ def _to_half(x):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def solve_kernel(
-    q, k, v, a, b, decay_rate, dt_bias, query_start_loc, operands, scores, from_values, decays,
-    q_stride, k_stride, v_stride, gate_stride, num_requests,
+    q, k, v, a, b, decay_rate, dt_bias, query_start_loc, draft_slots, operands, scores,
+    from_values, decays, q_stride, k_stride, v_stride, gate_stride, num_requests,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     V: tl.constexpr, V_PAD: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -294,7 +329,7 @@ def solve_kernel(
     most one, where half precision has the digits of TF32.
     """
     index, head = tl.program_id(0), tl.program_id(1)
-    r, first = _find_chunk(query_start_loc, index, num_requests, R_PAD, CHUNK)
+    r, first = _find_chunk(query_start_loc, draft_slots, index, num_requests, R_PAD, CHUNK)
     if r >= num_requests:
         return
     rows = tl.arange(0, CHUNK)
@@ -343,22 +378,19 @@ def solve_kernel(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def chunk_kernel(
-    state, state_slots, query_start_loc, seq_lens, operands, scores, from_values, decays, out,
-    num_requests,
+    state, state_slots, query_start_loc, seq_lens, draft_slots, operands, scores, from_values,
+    decays, out, num_requests,
     HEADS: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     V_PAD: tl.constexpr, BLOCK_V: tl.constexpr, R_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Requests of more than one token, chunk after chunk. Grid (blocks of a value head, heads,
-    requests)."""
+    """Requests that are not computed by token, chunk after chunk. Grid (blocks of a value head,
+    heads, requests)."""
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
-    if length <= 1:
+    if is_by_token(draft_slots, start, length) | (length == 0):
         return
     others = tl.arange(0, R_PAD)
-    before = others < r
-    begins = tl.load(query_start_loc + others, mask=before, other=0)
-    lengths = (tl.load(query_start_loc + others + 1, mask=before, other=0) - begins).to(tl.int32)
-    first = tl.sum(tl.where(lengths > 1, tl.cdiv(lengths, CHUNK), 0), 0)
+    first = tl.sum(_count_chunks(query_start_loc, draft_slots, others, others < r, CHUNK), 0)
     rows, i = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
     j = block * BLOCK_V + tl.arange(0, BLOCK_V)
     own = state + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]

@@ -1,4 +1,4 @@
-"""The recurrence of Mamba2 in Triton, for GPUs: signature and formulas are those of `torch_ops`.
+"""The recurrence of Mamba2 in Triton, for GPUs: signature and formulas are those of `cpu_ops`.
 
 Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone, as in
 `delta_rule.py`.
@@ -32,8 +32,9 @@ def mamba2_scan(
     seq_lens: Tensor,
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     out: Tensor | None = None,
+    draft_slots: Tensor | None = None,
 ) -> Tensor:
-    """The recurrence of Mamba2, as `torch_ops.mamba2_scan` defines it.
+    """The recurrence of Mamba2, as `cpu_ops.mamba2_scan` defines it.
 
     Pieces of prompts run in chunks (arXiv 2405.21060, section 6). Factors of products that are not
     activations have at least the digits of TF32; sums, decays and states are float32.
@@ -45,7 +46,8 @@ def mamba2_scan(
     assert all(one.stride(1) == one.shape[2] and one.stride(2) == 1 for one in (x, b, c))
     assert result.is_contiguous() and state.is_contiguous() and state.dtype == torch.float32
     assert dt.stride(1) == 1
-    given = (x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens)
+    requests = (state_slots, query_start_loc, seq_lens, draft_slots)
+    given = (x, dt, b, c, decay_rate, dt_bias, skip, state, *requests)
     strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
     pad = max(16, next_power_of_2(state_size))
     sizes = {"HEADS": heads, "GROUP": heads // groups, "N": state_size, "N_PAD": pad, "P": head_dim}

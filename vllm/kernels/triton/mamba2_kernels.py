@@ -5,7 +5,7 @@ in `delta_rule_kernels.py`."""
 import triton
 import triton.language as tl
 
-from vllm.kernels.triton.delta_rule_kernels import read_request
+from vllm.kernels.triton.delta_rule_kernels import is_by_token, read_request, slot_after
 from vllm.kernels.triton.moe_kernels import begin_dependent
 
 
@@ -27,33 +27,37 @@ def _steps(dt, dt_bias, tokens, head, stride, least, most, is_token):
 
 @triton.jit(do_not_specialize=["least", "most"])
 def step_kernel(
-    x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens, out,
-    x_stride, dt_stride, b_stride, c_stride, least, most,
+    x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens,
+    draft_slots, out, x_stride, dt_stride, b_stride, c_stride, least, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Requests of one token. Grid (blocks of a head, heads, requests)."""
+    """Requests of one token, or with drafts. Grid (blocks of a head, heads, requests)."""
     begin_dependent(PDL)
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
-    if length != 1:
+    if not is_by_token(draft_slots, start, length):
         return
     i, j = tl.arange(0, N_PAD), block * BLOCK_P + tl.arange(0, BLOCK_P)
     is_i, is_j = i < N, j < P
-    own = state + (slot * HEADS + head) * (N * P) + i[:, None] * P + j[None, :]
+    at = i[:, None] * P + j[None, :]
     is_own = is_i[:, None] & is_j[None, :]
+    own = state + (slot * HEADS + head) * (N * P) + at
     memory = tl.load(own, mask=is_own & has_state, other=0.0)
-    wide = start.to(tl.int64)
-    at = (head // GROUP) * N + i
-    key = tl.load(b + wide * b_stride + at, mask=is_i, other=0.0).to(tl.float32)
-    query = tl.load(c + wide * c_stride + at, mask=is_i, other=0.0).to(tl.float32)
-    value = tl.load(x + wide * x_stride + head * P + j, mask=is_j, other=0.0).to(tl.float32)
-    step = _steps(dt, dt_bias, start, head, dt_stride, least, most, True)
-    memory *= tl.exp(-tl.load(decay_rate + head) * step)
-    memory += key[:, None] * (step * value)[None, :]
-    tl.store(own, memory, mask=is_own)
-    y = tl.sum(memory * query[:, None], 0) + tl.load(skip + head) * value
-    tl.store(out + (wide * HEADS + head) * P + j, y.to(out.dtype.element_ty), mask=is_j)
+    of_key = (head // GROUP) * N + i
+    for t in range(1 if draft_slots is None else length):
+        token = start + t
+        wide = token.to(tl.int64)
+        key = tl.load(b + wide * b_stride + of_key, mask=is_i, other=0.0).to(tl.float32)
+        query = tl.load(c + wide * c_stride + of_key, mask=is_i, other=0.0).to(tl.float32)
+        value = tl.load(x + wide * x_stride + head * P + j, mask=is_j, other=0.0).to(tl.float32)
+        step = _steps(dt, dt_bias, token, head, dt_stride, least, most, True)
+        memory *= tl.exp(-tl.load(decay_rate + head) * step)
+        memory += key[:, None] * (step * value)[None, :]
+        target = slot_after(draft_slots, token, slot)
+        tl.store(state + (target * HEADS + head) * (N * P) + at, memory, mask=is_own)
+        y = tl.sum(memory * query[:, None], 0) + tl.load(skip + head) * value
+        tl.store(out + (wide * HEADS + head) * P + j, y.to(out.dtype.element_ty), mask=is_j)
 
 
 @triton.jit
@@ -68,12 +72,13 @@ def _halves(x, TYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["least", "most"])
 def chunk_kernel(
-    x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens, out,
-    x_stride, dt_stride, b_stride, c_stride, least, most,
+    x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens,
+    draft_slots, out, x_stride, dt_stride, b_stride, c_stride, least, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Requests of more than one token, chunk after chunk. Grid (blocks of a head, heads, requests).
+    """Requests that are not computed by token, chunk after chunk. Grid (blocks of a head, heads,
+    requests).
 
     Within a chunk, with g the decay since its begin, h that to its end, d the steps and S the state
     that enters it: y_i = sum over j <= i of (g_i / g_j) (c_i . b_j) d_j x_j + g_i S.T c_i + D x_i,
@@ -82,7 +87,7 @@ def chunk_kernel(
     TYPE: tl.constexpr = x.dtype.element_ty
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
-    if length <= 1:
+    if is_by_token(draft_slots, start, length) | (length == 0):
         return
     rows, i = tl.arange(0, CHUNK), tl.arange(0, N_PAD)
     j = block * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -70,7 +70,12 @@ class Mamba2Mixer(RecurrentLayer):
         projected = self.in_proj(x)
         gate, channels, dt = projected.split((size, size + 2 * of_groups, self.num_heads), 1)
         channels = self.ops.causal_conv1d(
-            channels, self.conv_weight, self.conv_state, *requests, bias=self.conv_bias
+            channels,
+            self.conv_weight,
+            self.conv_state,
+            *requests,
+            bias=self.conv_bias,
+            draft_slots=at.draft_slots,
         )
         values, b, c = channels.split((size, of_groups, of_groups), 1)
         y = self.scan(
@@ -83,6 +88,7 @@ class Mamba2Mixer(RecurrentLayer):
             self.skip,
             self.state,
             *requests,
+            draft_slots=at.draft_slots,
         )
         y, gate = (one.reshape(-1, self.num_groups, size // self.num_groups) for one in (y, gate))
         return self.ops.silu_mul_rms_norm(y, gate, self.norm_weight, self.eps).flatten(1)
