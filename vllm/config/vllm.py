@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from vllm.architectures.cache_groups import WHOLE, CacheGroup, cache_groups
 from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
@@ -80,6 +81,15 @@ class VllmConfig:
         drafts = STEP_DRAFT_TOKENS if self.speculative_config is not None else 0
         limits = self.scheduler_config
         return min(limits.max_num_seqs + drafts, limits.max_num_batched_tokens)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by what they keep of a request; the same on all ranks."""
+        decoder = self.model_config.decoder
+        if decoder is None:
+            return WHOLE
+        caches = (layer.mixer.cache for layer in decoder.layers if layer.mixer is not None)
+        return cache_groups(caches, self.parallel_config.tensor_parallel_size)
 
     @property
     def snapshot_slots(self) -> range:

@@ -81,18 +81,19 @@ class ModelRunner:
                 state_bytes = allocate_states(self.model, config, self.device)
                 peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
-                self.num_blocks = allocate_kv_cache(
+                self.num_blocks, tables = allocate_kv_cache(
                     self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
                 )
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         scheduler = config.scheduler_config
-        self.batch = make_batch(config)
+        self.batch = make_batch(config, tables)
         self._inputs = StepInputs(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
-            self.batch.block_table.shape[1],
+            self.batch.max_blocks,
             self.batch.block_size,
             self.device,
+            len(tables),
         )
         self._inputs.planners = planners(self.model)
         self._state_layers = state_layers(self.model)
