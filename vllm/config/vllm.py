@@ -86,7 +86,7 @@ class VllmConfig:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """Layers by what they keep of a request; the same on all ranks."""
         decoder = self.model_config.decoder
-        if decoder is None:
+        if decoder is None or self.cache_config.disable_hybrid_kv_cache_manager:
             return WHOLE
         caches = (layer.mixer.cache for layer in decoder.layers if layer.mixer is not None)
         return cache_groups(caches, self.parallel_config.tensor_parallel_size)

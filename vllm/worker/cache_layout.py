@@ -14,7 +14,7 @@ from vllm.worker.block_table import TableLayout
 
 class CacheLayout:
     """tables: of every group, the same on all ranks but for strides. token_bytes: of a block of the
-    pool, for each token of a block of the cache."""
+    pool, for each token of a block of the cache. whole_bytes: of a token in all layers."""
 
     def __init__(self, layers: Sequence[Attention], groups: Sequence[CacheGroup], ranks: int):
         """ranks: tensor-parallel ones."""
@@ -22,9 +22,10 @@ class CacheLayout:
         self._slots: list[list[tuple[Attention, int]]] = []
         self.tables = tuple(TableLayout(g.parts, g.parts, g.window) for g in groups)
         item_sizes = [layer.kernel.dtype.itemsize for layer in layers]
+        sizes = (layer.cache_spec.token_bytes(n, ranks) for layer, n in zip(layers, item_sizes))
+        self.whole_bytes = sum(sizes)
         if groups == WHOLE or not layers:
-            sizes = (layer.cache_spec.token_bytes(n, ranks) for layer, n in zip(layers, item_sizes))
-            self.token_bytes = sum(sizes)
+            self.token_bytes = self.whole_bytes
             return
         group_of = {kind: index for index, one in enumerate(groups) for kind in one.kinds}
         kinds = [kind_of(layer.cache_spec, ranks) for layer in layers]

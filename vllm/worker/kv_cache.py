@@ -51,7 +51,9 @@ def allocate_kv_cache(
     ranks = config.parallel_config.tensor_parallel_size
     layout = CacheLayout(layers, config.cache_groups, ranks)
     block_bytes = block_size * layout.token_bytes
-    if num_blocks is None and not layers:
+    if num_blocks is not None and layers:
+        num_blocks = num_blocks * layout.whole_bytes // layout.token_bytes
+    elif num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
     elif num_blocks is None and num_bytes is not None:
@@ -120,10 +122,10 @@ def _check_size(
             f"GiB of memory that are free"
         )
     if num_blocks * gib > free:
+        given, taken = cache.num_blocks or 0, num_blocks * gib
         raise ConfigError(
-            f"--num-gpu-blocks-override {num_blocks}: blocks of {block_size} tokens take "
-            f"{num_blocks * gib:.1f} GiB, and {free:.1f} GiB of memory are free; take at most "
-            f"{int(free / gib)}"
+            f"--num-gpu-blocks-override {given}: blocks of {block_size} tokens take {taken:.1f} "
+            f"GiB, and {free:.1f} GiB of memory are free; take at most {int(free / taken * given)}"
         )
 
 
