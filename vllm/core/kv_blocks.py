@@ -78,24 +78,23 @@ class KVBlocks:
         self.needs = BlockNeeds(block_size, groups, max_step_tokens)
         self.sizes = self.needs.sizes
         self._windows = [index for index, group in enumerate(groups) if group.window]
+        self.has_windows = bool(self._windows)
 
     @property
     def num_per_step(self) -> int:
         """Blocks that the next token of a request may need."""
         return len(self.sizes)
 
-    def num_new(self, request: Request, end: int) -> int:
-        """Blocks that it lacks to hold `end` tokens."""
+    def lacking(self, request: Request, end: int) -> list[int]:
+        """Blocks of each group that it needs besides its own, to hold `end` tokens."""
         tables = zip(request.block_ids, self.sizes)
-        return sum(max(0, -(-end // size) - len(table)) for table, size in tables)
+        return [max(0, -(-end // size) - len(table)) for table, size in tables]
 
-    def extend(self, request: Request, end: int) -> list[list[int]]:
-        """Allocates what it lacks to hold `end` tokens; the new blocks of each group."""
-        found = []
-        for table, size in zip(request.block_ids, self.sizes):
-            new = self.pool.take(max(0, -(-end // size) - len(table)))
+    def extend(self, request: Request, counts: Sequence[int]) -> list[list[int]]:
+        """Allocates so many of each group; returns them."""
+        found = [self.pool.take(count) for count in counts]
+        for table, new in zip(request.block_ids, found):
             table += new
-            found.append(new)
         self._count_slots(request)
         return found
 

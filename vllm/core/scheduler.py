@@ -160,11 +160,11 @@ class Scheduler:
                 num_tokens += self._trim_drafts(index, num_tokens, budget)
             start = request.num_computed_tokens + request.num_scheduled_tokens
             if start + num_tokens > request.num_slots:
-                end = start + num_tokens
-                if not self._make_free(self.blocks.num_new(request, end), index):
+                counts = self.blocks.lacking(request, start + num_tokens)
+                if not self._make_free(sum(counts), index):
                     index += bool(request.block_ids)  # else it was preempted itself
                     continue
-                output.new_block_ids[request.request_id] = self.blocks.extend(request, end)
+                output.new_block_ids[request.request_id] = self.blocks.extend(request, counts)
             self._add(output, request, num_tokens)
             budget -= num_tokens
             index += 1
@@ -405,7 +405,7 @@ class Scheduler:
         grammar of a request with structured output; True where the token completes it.
         """
         progress, finished, taken_back = [], [], {}
-        drafts = scheduled.scheduled_spec_decode_tokens
+        drafts, has_windows = scheduled.scheduled_spec_decode_tokens, self.blocks.has_windows
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids):
             request = self.requests.get(request_id)
             if request is None:
@@ -435,7 +435,8 @@ class Scheduler:
             before = request.num_computed_tokens
             request.num_computed_tokens = before + num_tokens
             self.prefix_cache.record(request, before)
-            self.blocks.release_passed(request)
+            if has_windows:
+                self.blocks.release_passed(request)
         self._remove(finished)
         return progress
 

@@ -87,14 +87,8 @@ class ModelRunner:
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         scheduler = config.scheduler_config
         self.batch = make_batch(config, tables)
-        self._inputs = StepInputs(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            self.batch.max_blocks,
-            self.batch.block_size,
-            self.device,
-            len(tables),
-        )
+        pages = self.batch.max_blocks, self.batch.block_size, self.device, len(tables)
+        self._inputs = StepInputs(self._max_tokens, scheduler.max_num_seqs, *pages)
         self._inputs.planners = planners(self.model)
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None

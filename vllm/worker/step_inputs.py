@@ -116,11 +116,11 @@ class StepInputs:
         tables = [table.ids[rows, : cdiv(max_seq_len, size)] for table in batch.tables]
         sent = [to_device(table, self._device) for table in tables]
         if shape is not None:
-            for staged, table in zip(self._tables, sent):
-                staged.put(table)
+            for staged, own in zip(self._tables, sent):
+                staged.put(own)
         filled = _batch(device, num_tokens, num_seqs, sent, int(counts.max()), max_seq_len)
-        for group, table in zip(filled.groups, tables):
-            group.host = HostBatch(query_start_loc, seq_lens, table)
+        for group, ids in zip(filled.groups, tables):
+            group.host = HostBatch(query_start_loc, seq_lens, ids)
         filled.read_rows = None if read is None else to_device(read, self._device)
         return filled
 
