@@ -13,7 +13,7 @@ from vllm.architectures.cache_groups import CacheGroup
 from vllm.config import SchedulerConfig
 from vllm.core.kv_blocks import BlockNeeds
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
-from vllm.core.request import Request
+from vllm.core.request import FinishReason, Request
 from vllm.core.scheduler import Scheduler
 from vllm.worker.block_table import TableLayout
 from vllm.worker.input_batch import InputBatch
@@ -127,7 +127,13 @@ def check_users(s: Scheduler) -> None:
     assert [users[block] for block in range(s.pool.num_blocks)] == s.pool._num_users
 
 
-def run_all(s: Scheduler, device: Device, is_async: bool, max_drafts: int = 0) -> None:
+def run_all(
+    s: Scheduler,
+    device: Device,
+    is_async: bool,
+    max_drafts: int = 0,
+    aborted: frozenset[str] = frozenset(),
+) -> None:
     in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
     for _ in range(4000):
         step = s.schedule()
@@ -141,6 +147,9 @@ def run_all(s: Scheduler, device: Device, is_async: bool, max_drafts: int = 0) -
         if now is not None:
             s.update(*now)
             check_users(s)
+        for request_id in aborted & s.requests.keys():
+            if device.rng.random() < 0.1:
+                s.abort(request_id)
         if not s.has_requests:
             break
     assert not s.has_requests
@@ -159,7 +168,7 @@ def run_all(s: Scheduler, device: Device, is_async: bool, max_drafts: int = 0) -
 def test_every_token_finds_what_it_sees_and_nothing_leaks(
     name, seed, spare, max_drafts, is_async, caches
 ):
-    """With prefixes that are shared, preemptions, drafts that are taken back, and steps that are
+    """With shared prefixes, preemptions, aborts, drafts that are taken back, and steps that are
     scheduled while the one before runs."""
     rng, groups = random.Random(seed), GROUPS[name]
     num_blocks = BlockNeeds(BLOCK, groups, BUDGET).of(MAX_LEN) + spare
@@ -171,8 +180,11 @@ def test_every_token_finds_what_it_sees_and_nothing_leaks(
         r = request(str(i), prompt, rng.randint(1, 30))
         requests.append((r, list(prompt)))
         s.add(r)
-    run_all(s, device, is_async, 0 if is_async else max_drafts)
+    aborted = frozenset("07")
+    run_all(s, device, is_async, 0 if is_async else max_drafts, aborted)
     for r, prompt in requests:
+        if r.finish_reason is FinishReason.ABORT:
+            continue
         assert r.all_token_ids[len(prompt) :] == continued(prompt, r.max_tokens)
 
 
