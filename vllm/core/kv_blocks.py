@@ -22,10 +22,6 @@ class CachedPrefix(NamedTuple):
     blocks: list[list[int]]
     num_passed: list[int]
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(map(len, self.blocks))
-
 
 class BlockNeeds:
     """How many blocks of the pool a request needs.
@@ -51,7 +47,7 @@ class BlockNeeds:
     def resting(self, num_tokens: int) -> int:
         """Of one that has computed this many tokens and gets one more at a time."""
         lasts = (cdiv(num_tokens, size) for size in self.sizes)
-        firsts = (passed(group, n, num_tokens) for group, n in zip(self.groups, self.sizes))
+        firsts = (passed(one.window, n, num_tokens) for one, n in zip(self.groups, self.sizes))
         return sum(last - first for last, first in zip(lasts, firsts))
 
     def longest(self, num_blocks: int, limit: int) -> int:
@@ -59,9 +55,9 @@ class BlockNeeds:
         return bisect_right(range(limit + 1), num_blocks, key=self.of) - 1
 
 
-def passed(group: CacheGroup, size: int, num_computed: int) -> int:
+def passed(window: int, size: int, num_computed: int) -> int:
     """Leading blocks, of `size` tokens, that no token after `num_computed` reads."""
-    return max(0, num_computed - group.window + 1) // size if group.window else 0
+    return max(0, num_computed - window + 1) // size if window else 0
 
 
 class KVBlocks:
@@ -131,8 +127,8 @@ class KVBlocks:
         """Gives back what no later token reads. A step in flight begins at `num_computed_tokens` at
         the earliest, and so do tokens after drafts that are taken back."""
         for index in self._windows:
-            group, before = self.needs.groups[index], request.num_passed[index]
-            now = passed(group, self.sizes[index], request.num_computed_tokens)
+            window, before = self.needs.groups[index].window, request.num_passed[index]
+            now = passed(window, self.sizes[index], request.num_computed_tokens)
             if now > before:
                 self.pool.release(request.block_ids[index][before:now])
                 request.num_passed[index] = now

@@ -31,9 +31,14 @@ class PrefixCache:
         self.enabled = enabled
         self.num_queried = 0
         self.num_hit = 0
-        self._groups = [*enumerate(zip(blocks.needs.groups, blocks.sizes))]
+        groups = blocks.needs.groups
+        # Of every group: tokens of a block, and what follows the hash of the tokens in its keys.
+        self._windows = [group.window for group in groups]
+        self._parts = [group.parts for group in groups]
+        self._sizes = blocks.sizes
+        self._suffixes = [bytes([index]) if index else b"" for index in range(len(groups))]
         # Hits are whole blocks of every group, in blocks of the cache.
-        self._unit = lcm(*(group.parts for group in blocks.needs.groups))
+        self._unit = lcm(*self._parts)
 
     def match(self, request: Request) -> CachedPrefix:
         """The cached prefix of the request, without its last token, which is always computed, for
@@ -42,57 +47,69 @@ class PrefixCache:
         # Prompt logprobs need every prompt position computed.
         if self.enabled and request.sampling.prompt_logprobs is None:
             num_blocks = (len(request.all_token_ids) - 1) // self.block_size
-        for index, (group, _) in self._groups:
-            if not group.window:
-                num_blocks = self._run(request, index, num_blocks)
-        before = -1
-        while before != num_blocks:
+        found: list[list[int]] = [[] for _ in self._windows]
+        for index, window in enumerate(self._windows):
+            if not window:
+                found[index] = self._run(request, index, num_blocks)
+                num_blocks = len(found[index]) * self._parts[index]
+        num_blocks -= num_blocks % self._unit
+        before = num_blocks + 1
+        while any(self._windows) and num_blocks < before:
             before = num_blocks
-            for index, (group, _) in self._groups:
-                if group.window:
-                    num_blocks = self._last_window(request, index, num_blocks)
-        return self.prefix(request, num_blocks)
+            for index, window in enumerate(self._windows):
+                if window:
+                    num_blocks, found[index] = self._last_window(request, index, num_blocks)
+        return self._cut(found, num_blocks)
 
-    def prefix(self, request: Request, num_blocks: int) -> CachedPrefix:
-        """The first `num_blocks` blocks of the cache of a prefix that `match` found."""
+    def shortened(self, cached: CachedPrefix, num_blocks: int) -> CachedPrefix:
+        """The first `num_blocks` blocks of the cache, of a model without windows."""
+        return self._cut(cached.blocks, num_blocks)
+
+    def _cut(self, found: list[list[int]], num_blocks: int) -> CachedPrefix:
         num_tokens = num_blocks * self.block_size
-        skipped = [passed(group, size, num_tokens) for _, (group, size) in self._groups]
-        found = [
-            [self._find(request, index, i) for i in range(first, num_tokens // size)]
-            for first, (index, (_, size)) in zip(skipped, self._groups)
+        num_passed = [
+            passed(window, size, num_tokens) for window, size in zip(self._windows, self._sizes)
         ]
-        return CachedPrefix(num_tokens, found, skipped)  # type: ignore[arg-type]
+        kept = [
+            blocks[: num_blocks // parts - skipped]
+            for blocks, parts, skipped in zip(found, self._parts, num_passed)
+        ]
+        return CachedPrefix(num_tokens, kept, num_passed)
 
-    def _run(self, request: Request, index: int, num_blocks: int) -> int:
-        """As many of the first `num_blocks` as the group has from the start on."""
-        parts = self._groups[index][1][0].parts
-        for i in range(num_blocks // parts):
-            self.hash(request, (i + 1) * parts)  # no further than needed: the step waits for this
-            if self._find(request, index, i) is None:
-                num_blocks = i * parts
+    def _run(self, request: Request, index: int, num_blocks: int) -> list[int]:
+        """What the group has of the first `num_blocks`, from the start on without a gap."""
+        hashes, suffix, parts = request.block_hashes, self._suffixes[index], self._parts[index]
+        found = []
+        for last in range(parts - 1, num_blocks, parts):
+            self.hash(request, last + 1)  # no further than needed: the step waits for this
+            block = self.pool.find(hashes[last] + suffix)
+            if block is None:
                 break
-        return num_blocks - num_blocks % self._unit
+            found.append(block)
+        return found
 
-    def _last_window(self, request: Request, index: int, num_blocks: int) -> int:
-        """The longest prefix of at most `num_blocks` whose last window the group has."""
-        group, size = self._groups[index][1]
-        while num_blocks := num_blocks - num_blocks % self._unit:
-            self.hash(request, num_blocks)
-            first = passed(group, size, num_blocks * self.block_size)
-            seen = range(num_blocks // group.parts - 1, first - 1, -1)
-            lacking = next((i for i in seen if self._find(request, index, i) is None), None)
-            if lacking is None:
-                break
-            num_blocks = lacking * group.parts
-        return num_blocks
-
-    def _find(self, request: Request, index: int, block: int) -> int | None:
-        return self.pool.find(self._key(request, index, block))
+    def _last_window(self, request: Request, index: int, num_blocks: int) -> tuple[int, list[int]]:
+        """The longest prefix of at most `num_blocks` whose last window the group has, and the
+        blocks of that."""
+        parts, size = self._parts[index], self._sizes[index]
+        self.hash(request, num_blocks)
+        while num_blocks:
+            first = passed(self._windows[index], size, num_blocks * self.block_size)
+            found: list[int] = []
+            for i in range(num_blocks // parts - 1, first - 1, -1):
+                block = self.pool.find(self._key(request, index, i))
+                if block is None:
+                    num_blocks = i * parts - i * parts % self._unit
+                    break
+                found.append(block)
+            else:
+                return num_blocks, found[::-1]
+        return 0, []
 
     def _key(self, request: Request, index: int, block: int) -> bytes:
         """Of block `block` of the request in the group's table, whose last hash is known."""
-        content = request.block_hashes[(block + 1) * self._groups[index][1][0].parts - 1]
-        return content + bytes([index]) if index else content
+        last = (block + 1) * self._parts[index] - 1
+        return request.block_hashes[last] + self._suffixes[index]
 
     def record(self, request: Request, num_before: int) -> None:
         """Registers the blocks that became full since `num_before` tokens were computed."""
@@ -103,15 +120,15 @@ class PrefixCache:
         if first == last:
             return
         self.hash(request, last)
-        for index, (_, size) in self._groups:
+        for index, size in enumerate(self._sizes):
             for i in range(num_before // size, num_now // size):
                 self.pool.remember(request.block_ids[index][i], self._key(request, index, i))
 
     def forget(self, request: Request) -> None:
         """Removes the request's blocks, those that it lost with a preemption too."""
-        for index, (group, _) in self._groups:
-            num_hashed = len(request.block_hashes) // group.parts
-            blocks = (self._find(request, index, i) for i in range(num_hashed))
+        for index, parts in enumerate(self._parts):
+            keys = (self._key(request, index, i) for i in range(len(request.block_hashes) // parts))
+            blocks = map(self.pool.find, keys)
             self.pool.forget([block for block in blocks if block is not None])
 
     def hash_ahead(self, request: Request, num_tokens: int) -> None:

@@ -295,7 +295,7 @@ class Scheduler:
         ends = {end for end in (cached.num_tokens, whole) if end > num_blocks * size}
         least = num_blocks * size + self.snapshots.least_tokens
         request.states_kept_after = tuple(sorted(end for end in ends if end >= least))
-        return self.prefix_cache.prefix(request, num_blocks), slot
+        return self.prefix_cache.shortened(cached, num_blocks), slot
 
     def _admit(self, request: Request, num_held: int) -> NewRequestData | None:
         """Allocates the blocks of the request; None if it must wait. num_held: blocks that stay
