@@ -1,15 +1,14 @@
-"""Disks that are full, or cannot be written.
+"""Disks that are full, slow, or cannot be written."""
 
-A slow disk is not among the cases: nothing slows one down for one process without a driver.
-"""
-
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from entrypoints.serving import COMMAND, environment
+from entrypoints.serving import COMMAND, RunningServer, environment
 
-from .harness import Fault, answers
+from .harness import Fault, answers, tokens, wait_for
 
 pytestmark = pytest.mark.chaos
 
@@ -45,3 +44,36 @@ def test_cache_cannot_be_written(fault: Fault, tiny_model: Path, tmp_path: Path)
     with fault.server(tiny_model, tmp_path / "log", **variables) as server:
         assert answers(server)
         fault.recovered()
+
+
+_DELAY_S = 0.3
+
+
+def _slow_disk(folder: Path) -> dict[str, str]:
+    """Variables of a process to which `folder` is slow."""
+    compiler = shutil.which("cc") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no compiler of C")
+    source, library = Path(__file__).with_name("slow_disk.c"), folder / "slow.so"
+    delay = f"-DDELAY_US={int(_DELAY_S * 1e6)}"
+    command = [compiler, "-x", "c", "-D_GNU_SOURCE", delay, "-shared", "-fPIC", "-o"]
+    subprocess.run([*command, str(library), str(source), "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library), "SLOW_FOLDER": str(folder / "disk")}
+
+
+def test_disk_slow(fault: Fault, server: RunningServer, tiny_model: Path, tmp_path: Path) -> None:
+    """Model and caches lie on a disk whose every call takes 0.3 s."""
+    disk, variables = tmp_path / "disk", _slow_disk(tmp_path)
+    shutil.copytree(tiny_model, disk / "model")
+    variables["VLLM_CACHE_ROOT"] = str(disk / "cache")
+    began = os.times().elapsed
+    probe = ["cat", str(disk / "model" / "config.json")]
+    subprocess.run(probe, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, check=True)
+    assert os.times().elapsed - began > _DELAY_S, "the disk is not slow"
+    fault.begins()
+    with fault.server(disk / "model", tmp_path / "log", **variables) as slow:
+        fault.recovered()
+        assert tokens(slow) == tokens(server)
+        grammar = slow.complete(prompt="ban", guided_regex="[a-c]{3}", max_tokens=8)
+        assert len(grammar["choices"][0]["text"]) == 3
+        wait_for(lambda: any((disk / "cache").rglob("*.json")), 30)

@@ -7,7 +7,7 @@ from tiny_models import CORPUS, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from vllm.engine.detokenizer import Detokenizer, StopTexts
+from vllm.engine.detokenizer import Detokenizer, StopTexts, decoder
 
 TOKENIZER = make_tokenizer()
 TEXTS = st.text(
@@ -57,6 +57,33 @@ def test_special_tokens_are_left_out_unless_asked_for():
     tokens = [*TOKENIZER("fox").input_ids, TOKENIZER.eos_token_id]
     assert Detokenizer(TOKENIZER, [], True, True).add(tokens, is_last=True) == "fox"
     assert Detokenizer(TOKENIZER, [], False, True).add(tokens, is_last=True) == "fox<|end|>"
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    """Writes its texts in its own way, as tokenizers of checkpoints may."""
+
+    def _decode(self, token_ids, **options):
+        return super()._decode(token_ids, **options).upper()
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, OwnTokenizer])
+def test_tokens_are_decoded_as_the_tokenizer_itself_does(kind, cleans):
+    words = Tokenizer(models.WordLevel({"one": 0, ".": 1, "<end>": 2}, unk_token="one"))
+    tokenizer = kind(tokenizer_object=words, eos_token="<end>", clean_up_tokenization_spaces=cleans)
+    for skips in (False, True):
+        for tokens in ([], [0], [0, 1], [0, 1, 2]):
+            text = tokenizer.decode(tokens, skip_special_tokens=skips)
+            assert decoder(tokenizer, skips, True)(tokens) == text
+    assert (
+        tokenizer.decode([0, 1])
+        == {
+            (PreTrainedTokenizerFast, False): "one .",
+            (PreTrainedTokenizerFast, True): "one.",
+            (OwnTokenizer, False): "ONE .",
+            (OwnTokenizer, True): "ONE.",
+        }[kind, cleans]
+    )
 
 
 def feed(stops: StopTexts, text: str) -> tuple[str, str | None]:

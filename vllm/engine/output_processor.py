@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.core.outputs import EngineOutput, TokenLogprobs
@@ -200,10 +200,13 @@ class RequestState:
         )
 
     def _times(self) -> RequestStateStats:
-        is_scheduled = bool(self.times.first_token_ts)
-        return replace(
-            self.times,
-            scheduled_ts=self.times.queued_ts + self.queue_seconds if is_scheduled else 0.0,
+        times = self.times
+        return RequestStateStats(
+            times.arrival_time,
+            times.queued_ts,
+            scheduled_ts=times.queued_ts + self.queue_seconds if times.first_token_ts else 0.0,
+            first_token_ts=times.first_token_ts,
+            last_token_ts=times.last_token_ts,
             num_generation_tokens=self.num_output_tokens,
         )
 

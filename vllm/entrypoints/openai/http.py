@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -162,7 +162,7 @@ def prefers_html(accept: Sequence[str]) -> bool:
     return lowest < 0 and media == "text/html"
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client goes away (ClientDisconnect)."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -175,10 +175,6 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-class _SlowClient(Exception):
-    """The client takes no events."""
 
 
 class EventStream(Response):
@@ -195,16 +191,33 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._sends_since: float | None = None
+        self._is_slow = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        watch = asyncio.ensure_future(self._watch(sending))
         try:
-            await until_disconnect(receive, self._send_all(send))
-        except _SlowClient:
+            await until_disconnect(receive, sending)
+        except asyncio.CancelledError:
+            if not self._is_slow:
+                raise
             logger.warning("a client took nothing for %.0f s; its stream ends", _SEND_TIMEOUT_S)
         except ClientDisconnect:
             pass
         finally:
+            watch.cancel()
             await self._rest.aclose()
+
+    async def _watch(self, sending: "asyncio.Future[None]") -> None:
+        """Ends the stream of a client that takes nothing. A timeout per event would cost more than
+        making the event."""
+        loop = asyncio.get_running_loop()
+        while not self._is_slow:
+            await asyncio.sleep(_SEND_TIMEOUT_S / 4)
+            since = self._sends_since
+            self._is_slow = since is not None and loop.time() - since >= _SEND_TIMEOUT_S
+        sending.cancel()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -212,15 +225,18 @@ class EventStream(Response):
         try:
             async for event in self._rest:
                 await self._send_event(send, event)
-        except _SlowClient:
-            raise
         except Exception as error:
             await self._send_event(send, msgspec.json.encode(as_api_error(error).body()))
         await self._send_event(send, b"[DONE]")
         await self._send_end(send)
 
     async def _send_event(self, send: Send, data: bytes) -> None:
-        await _send_part(send, b"data: %b\n\n" % data)
+        await self._send_part(send, b"data: %b\n\n" % data)
+
+    async def _send_part(self, send: Send, body: bytes) -> None:
+        self._sends_since = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sends_since = None
 
     async def _send_end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -231,24 +247,15 @@ class NamedEventStream(EventStream):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await _send_part(send, self._first)
+        await self._send_part(send, self._first)
         async for part in self._rest:
-            await _send_part(send, part)
+            await self._send_part(send, part)
         await self._send_end(send)
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
     """A server-sent event with the name `type` of its data."""
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), msgspec.json.encode(data))
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    message: Message = {"type": "http.response.body", "body": body, "more_body": True}
-    try:
-        async with asyncio.timeout(_SEND_TIMEOUT_S):
-            await send(message)
-    except TimeoutError:
-        raise _SlowClient from None
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
