@@ -31,7 +31,7 @@ class Scheduler:
 
     Running requests come first: one token each, its draft tokens, or the next prompt chunk.
     Waiting requests fill the rest of the token budget. A request is admitted when there are free
-    blocks for all its known tokens. When a running request gets no block, the request admitted
+    blocks for all its known tokens, of window layers for those of a step. When a running request gets no block, the request admitted
     last of the client with the most blocks is preempted: its blocks are released and it is
     recomputed later. With priorities, both queues are in their order: the request that is preempted
     is one of the least priority.
