@@ -31,10 +31,10 @@ class Scheduler:
 
     Running requests come first: one token each, its draft tokens, or the next prompt chunk.
     Waiting requests fill the rest of the token budget. A request is admitted when there are free
-    blocks for all its known tokens, of window layers for those of a step. When a running request gets no block, the request admitted
-    last of the client with the most blocks is preempted: its blocks are released and it is
-    recomputed later. With priorities, both queues are in their order: the request that is preempted
-    is one of the least priority.
+    blocks for all its known tokens, of window layers for those of a step. When a running request
+    gets no block, the request admitted last of the client with the most blocks is preempted: its
+    blocks are released and it is recomputed later. With priorities, both queues are in their order:
+    the request that is preempted is one of the least priority.
 
     Clients share places and blocks: the one with the fewest running sequences is admitted first.
     After FAIR_STEPS steps in which a request found no place or no blocks, sequences of the client
