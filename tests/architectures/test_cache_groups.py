@@ -102,6 +102,8 @@ def test_models_without_windows_or_with_other_caches_have_one_group():
     assert cache_groups([full(), full(4)], 1) == WHOLE == cache_groups([], 1)
     assert cache_groups([full(), window(64), state], 1) == WHOLE
     assert cache_groups([MLAAttentionSpec(Dim("heads", 1), 576, 512), window(64)], 1) == WHOLE
+    odd = [full(2, 40), window(20, 6, 16), window(20, 6, 16)]
+    assert cache_groups(odd, 1) == WHOLE, "18 % more for short requests"
     (alone,) = cache_groups([window(64), window(64), None], 1)
     assert (alone.window, alone.parts) == (64, 1)
 

@@ -9,7 +9,7 @@ from tiny_configs import VOCAB
 from vllm import LLM, SamplingParams
 from vllm.core.scheduler import Scheduler
 
-NAMES = ["gpt_oss", "gemma3", "gemma4", "mimo_v2_flash", "mistral-window", "llama4"]
+NAMES = ["gpt_oss", "gemma3", "mimo_v2_flash", "mistral-window", "llama4"]
 FURTHER = ["afmoe", "olmo3", "phi3-window", "qwen2_moe", "gemma2", "dots1", "mixtral-window"]
 LENGTH = 192
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}

@@ -34,6 +34,9 @@ class CacheGroup:
     window: int = 0
 
 
+_MOST_LOST = 1.1
+"""Sharing that would cost short requests more, for sizes that do not divide, is not worth it."""
+
 WHOLE = (CacheGroup(frozenset()),)
 """Of a model whose layers all keep every token, whatever their kinds."""
 
@@ -45,8 +48,8 @@ def kind_of(cache: FullAttentionSpec, ranks: int) -> Kind:
 
 def cache_groups(caches: Iterable[KVCacheSpec | None], ranks: int) -> tuple[CacheGroup, ...]:
     """Of the layers of a whole model on `ranks` tensor-parallel ranks: layers without a window
-    first. `WHOLE` where there is no window; and beside latents or recurrent states, whose prefix
-    cache knows one block table."""
+    first. `WHOLE` where there is no window, or sharing wastes memory; and beside latents or
+    recurrent states, whose prefix cache knows one block table."""
     kept = [cache for cache in caches if cache is not None]
     if any(isinstance(cache, MLAAttentionSpec | RecurrentStateSpec) for cache in kept):
         return WHOLE
@@ -54,10 +57,13 @@ def cache_groups(caches: Iterable[KVCacheSpec | None], ranks: int) -> tuple[Cach
     if not any(window for window, _ in counts):
         return WHOLE
     num_slots, size = best_slots(counts, dict.fromkeys(counts))
-    return tuple(
+    groups = tuple(
         CacheGroup(frozenset({kind}), size // (cdiv(counts[kind], num_slots) * kind[1]), kind[0])
         for kind in sorted(counts)
     )
+    taken = num_slots * sum(size / group.parts for group in groups)
+    is_worth_it = taken <= _MOST_LOST * sum(kind[1] * count for kind, count in counts.items())
+    return groups if is_worth_it else WHOLE
 
 
 def best_slots(counts: Mapping[Kind, int], parts: Mapping[Kind, int | None]) -> tuple[int, int]:
