@@ -109,7 +109,7 @@ def test_on_several_ranks_they_have_them_too(checkpoint, whole, name, ranks):
     try:
         assert answers(llm) == whole(name, **ranks)
     finally:
-        llm.llm_engine.shutdown()
+        llm.llm_engine.core.shutdown()
 
 
 def cache_bytes(llm: LLM) -> int:
