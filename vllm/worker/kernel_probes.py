@@ -184,7 +184,7 @@ def probe_problem(problem: WeightProblem, spec: KernelSpec, max_tokens: int) -> 
     taken = (
         small
         for small in smaller
-        if not eligibility.size_reasons(spec, small, small.block_fit(spec.refines))
+        if not eligibility.problem_reasons(spec, small, small.block_fit(spec.refines))
     )
     return next(taken, problem)
 

@@ -5,7 +5,7 @@ A cost is a factor, 1 for what is free: the ratio of a time to the least of its 
 
 from collections.abc import Sequence
 from math import exp, inf, prod
-from operator import itemgetter, ne
+from operator import itemgetter
 
 MAX_PARTS = 5
 # What a further part must save, as a sum of log(us / fastest us) over the measured token counts.
@@ -29,60 +29,71 @@ def rounded(costs: Sequence[list[float]], counts: Sequence[int]) -> tuple[list[l
     return [[cost * extra for cost in own] for own, extra in zip(costs, more)], common
 
 
+Runs = list[tuple[int, int]]
+"""Of a path: the row that it takes, and its last column."""
+
+
 def cheapest_path(
     costs: Sequence[Sequence[float]], may_be_last: Sequence[bool], most: float
-) -> tuple[float, list[int]]:
+) -> tuple[float, Runs]:
     """The product of its costs, and by column the row to take: at most MAX_PARTS runs of one row,
-    with _PART for each further run. No rows where there is none that costs less than `most`."""
+    with _PART for each further run. No runs where there is none that costs less than `most`."""
     if len(costs) == 1:
         cost = prod(costs[0])
-        return (cost, [0] * len(costs[0])) if may_be_last[0] and cost < most else (inf, [])
+        return (cost, [(0, len(costs[0]) - 1)]) if may_be_last[0] and cost < most else (inf, [])
     columns = [*zip(*costs)]
     if most < inf and prod(map(min, columns)) >= most:
         return inf, []
-    cost, path = _any_runs(columns, may_be_last)
-    if sum(map(ne, path, path[1:])) >= MAX_PARTS:
-        cost, path = _few_runs(columns, may_be_last)
-    return (cost, path) if cost < most else (inf, [])
+    cost, runs = _any_runs(columns, may_be_last)
+    if len(runs) > MAX_PARTS:
+        cost, runs = _few_runs(columns, may_be_last)
+    return (cost, runs) if cost < most else (inf, [])
 
 
 def _any_runs(
     columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
-) -> tuple[float, list[int]]:
+) -> tuple[float, Runs]:
     """With any number of runs, by Viterbi's algorithm; of equal costs the earlier row stays.
 
     Where the cheapest row is cheaper by more than a run costs, and stays free, the column is
     passed: it changes nothing but that another row may begin there.
     """
-    totals, is_passed, steps = columns[0], False, []
-    low = min(totals)
-    enter, free = low * _PART, -1
+    totals, steps, free, is_passed = columns[0], [], -1, False
+    enter = min(totals) * _PART
     for column in columns[1:]:
         steps.append((totals, enter, is_passed))
         is_passed = free >= 0 and column[free] == 1.0
-        if not is_passed:
-            totals = [
-                (enter if enter < stay else stay) * cost for stay, cost in zip(totals, column)
-            ]
-            low = min(totals)
-            enter = low * _PART
-            free = totals.index(low) if sorted(totals)[1] >= enter else -1
-    ends = [*totals]
+        if is_passed:
+            continue
+        before, totals, low, second = totals, [], inf, inf
+        for stay, cost in zip(before, column):
+            total = (enter if enter < stay else stay) * cost
+            totals.append(total)
+            if total < low:
+                low, second = total, low
+            elif total < second:
+                second = total
+        enter = low * _PART
+        free = totals.index(low) if second >= enter else -1
+    ends = totals
     if is_passed:
         ends = [enter * cost for cost in columns[-1]]
-        ends[free] = low
+        ends[free] = totals[free]
     cost, row = _cheapest_end(ends, may_be_last)
-    path = [row]
-    for column, (totals, enter, is_passed) in zip(reversed(columns[:-1]), reversed(steps)):
-        if enter < (enter * column[row] if is_passed else totals[row]):
-            row = totals.index(min(totals))
-        path.append(row)
-    return cost, path[::-1]
+    place = end = len(steps)
+    runs = []
+    for totals, enter, is_passed in steps[::-1]:
+        place -= 1
+        if enter < (enter * columns[place][row] if is_passed else totals[row]):
+            runs.append((row, end))
+            row, end = totals.index(min(totals)), place
+    runs.append((row, end))
+    return cost, runs[::-1]
 
 
 def _few_runs(
     columns: Sequence[Sequence[float]], may_be_last: Sequence[bool]
-) -> tuple[float, list[int]]:
+) -> tuple[float, Runs]:
     """With at most MAX_PARTS: the same, with totals for each number of runs that came before."""
     none = [inf] * len(may_be_last)
     levels, steps = [columns[0], *[none] * (MAX_PARTS - 1)], []
@@ -95,13 +106,16 @@ def _few_runs(
         ]
     ends = [_cheapest_end(totals, may_be_last) for totals in levels]
     cost, row = min(ends, key=itemgetter(0))
-    level, path = ends.index((cost, row)), [row]
-    for levels, enters in reversed(steps):
+    level, runs = ends.index((cost, row)), []
+    place = end = len(steps)
+    for levels, enters in steps[::-1]:
+        place -= 1
         if enters[level] < levels[level][row]:
+            runs.append((row, end))
             level -= 1
-            row = levels[level].index(min(levels[level]))
-        path.append(row)
-    return cost, path[::-1]
+            row, end = levels[level].index(min(levels[level])), place
+    runs.append((row, end))
+    return cost, runs[::-1]
 
 
 def _cheapest_end(totals: Sequence[float], may_be_last: Sequence[bool]) -> tuple[float, int]:

@@ -4,9 +4,11 @@ An estimate has the form of a measurement, so that one function chooses by both,
 the model had on measured sizes that were left out of its fit. Standard library only.
 """
 
+from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any
 
 from vllm.kernels.evidence.cost_model import (
     FITTED,
@@ -30,6 +32,8 @@ from vllm.utils.dataclasses import replace
 
 Times = tuple[tuple[str, tuple[float | None, ...]], ...]
 """As `Timings.us`."""
+Stale = tuple[tuple[str, str, str], ...]
+"""As `Timings.stale`."""
 
 # How many times smaller or larger than all that was measured a size may be.
 REACH = 4
@@ -111,7 +115,7 @@ class Costs:
                     return None
                 is_beyond = True
         kernels = kind.quantised if problem.comes_quantised else kind.unquantised
-        stale = _stale(kernels.versions, tuple(versions.items())) if versions else ()
+        stale = kernels.stale(versions) if versions else ()
         is_far = is_beyond or self.fitted.is_near
         error = kernels.error_beyond if is_far else kernels.error
         us = kernels.us(sizes)
@@ -151,93 +155,142 @@ class _Kind:
         return layout(self.cost.tokens, kernels, self._num_sms)
 
 
-class _Range(NamedTuple):
-    """Of a kernel: its numbers for single values, the tile, and the tokens of the range. steps:
-    (tokens, tiles of tokens times -1). same: that product where it is the same for all, else 0."""
-
-    launch: float
-    weights: float
-    inputs: float
-    outputs: float
-    products: float
-    waves: float
-    tile_tokens: int
-    tile_rows: int
-    tokens: tuple[int, ...]
-    steps: tuple[tuple[int, int], ...]
-    same: int
+Range = tuple[Any, ...]
+"""Of a kernel: its numbers for single values, in the order of TERMS, the place of its tile in
+`_tile_rows`, and what `_laid_out` says. Counts are floats: to multiply two floats takes half the
+time of a float and an int."""
 
 
-class _Kernels:
-    """What linear layers and experts share. missing: for tokens that a kernel does not take."""
+Slow = list[tuple[int, float, float]]
+"""(place in `tokens`, us, us per column of K)"""
+_Row = tuple[str, list[Range], list[float], list[Slow], tuple[None, ...]]
+"""A kernel: backend, ranges, what `_slow_rows` finds, None for each number of tokens that it does
+not take."""
+
+
+class _Kernels(ABC):
+    """What linear layers and experts share.
+
+    us: `_us`, which remembers sizes: layers of one size differ in what is known of their weights.
+    """
 
     def __init__(self, tokens: tuple[int, ...], kernels: tuple[KernelCost, ...], num_sms: int):
-        self.versions = tuple((kernel.backend, kernel.version) for kernel in kernels)
         self.error, self.error_beyond = (
             tuple((kernel.backend, _errors(kernel, tokens, name)) for kernel in kernels)
             for name in ("error", "error_beyond")
         )
-        self._tokens = tokens
-        self._num_sms = num_sms
-        self._rows = [
+        self.us = lru_cache(maxsize=256)(self._us)
+        self._versions = tuple((kernel.backend, kernel.version) for kernel in kernels)
+        self._stale: tuple[Mapping[str, str], Stale] = {}, ()
+        self._tokens = tuple(map(float, tokens))
+        self._num_sms = float(num_sms)
+        self._tile_rows = sorted({one.tile[1] for kernel in kernels for one in kernel.ranges})
+        self._rows: list[_Row] = [
             (
                 kernel.backend,
-                [_range(one, own) for one, own in _by_range(kernel, tokens)],
-                _slow_rows(kernel, tokens, num_sms),
+                [self._range(one, own) for one, own in _by_range(kernel, tokens)],
+                *_slow_rows(kernel, tokens, num_sms),
                 (None,) * sum(m > kernel.max_tokens for m in tokens),
             )
             for kernel in kernels
         ]
 
+    def _range(self, one: RangeCost, tokens: tuple[int, ...]) -> Range:
+        launch, weights, inputs, outputs, products, waves = one.numbers
+        numbers = weights / 1e6, inputs / 1e6, outputs / 1e6, products / 1e9, waves / 1e3
+        place = self._tile_rows.index(one.tile[1])
+        return (launch, *numbers, place, *self._laid_out(one, tokens))
+
+    @abstractmethod
+    def _laid_out(self, one: RangeCost, tokens: tuple[int, ...]) -> tuple[Any, ...]:
+        """What a range has besides its numbers and the place of its tile in `_tile_rows`."""
+
+    @abstractmethod
+    def _us(self, sizes: Sizes) -> Times:
+        """Of every kernel and number of tokens."""
+
+    def stale(self, versions: Mapping[str, str]) -> Stale:
+        """As of `Timings`; versions: by backend, what is here: a mapping that does not change."""
+        if self._stale[0] is not versions:
+            found = tuple(
+                (name, version, versions[name])
+                for name, version in self._versions
+                if name in versions and not is_same(version, versions[name])
+            )
+            self._stale = versions, found
+        return self._stale[1]
+
 
 class _LinearKernels(_Kernels):
-    def us(self, sizes: Sizes) -> Times:
-        n, k = sizes
+    def _laid_out(self, one: RangeCost, tokens: tuple[int, ...]) -> tuple[Any, ...]:
+        """How many tiles of tokens there are, times -1, where that is the same for all, else 0;
+        whether a call then takes as long for any; tokens, else with those tiles of each."""
+        tiles = [float(-m // one.tile[0]) for m in tokens]
+        _, _, *by_token, _ = one.numbers
+        if len({*tiles}) == 1:
+            return tiles[0], not any(by_token), tuple(map(float, tokens))
+        return 0.0, False, tuple(zip(map(float, tokens), tiles))
+
+    def _us(self, sizes: Sizes) -> Times:
+        n, k = map(float, sizes)
         size, sms = n * k, self._num_sms
+        tiles_of = [float(-(-sizes[0] // rows)) for rows in self._tile_rows]
         found = []
-        for backend, ranges, slow, missing in self._rows:
+        for backend, ranges, bounds, slow, missing in self._rows:
             us: list[float | None] = []
-            add = us.append
-            for one in ranges:
-                launch, weights, inputs, outputs, products, waves, _, rows, ms, steps, same = one
-                base, wave, tiles = launch + weights * size, waves * k, -(-n // rows)
+            for (
+                launch, weights, inputs, outputs, products, waves, place, same, is_flat, tokens
+            ) in ranges:  # fmt: skip
+                base, wave, tiles = launch + weights * size, waves * k, tiles_of[place]
+                if is_flat:
+                    us += [base - wave * (same * tiles // sms)] * len(tokens)
+                    continue
                 slope = inputs * k + outputs * n + products * size
                 if same:
                     base -= wave * (same * tiles // sms)
-                    if not slope:
-                        us += [base] * len(ms)
-                        continue
-                    for m in ms:
-                        add(base + slope * m)
+                    for m in tokens:
+                        us.append(base + slope * m)
                 else:
-                    for m, num in steps:
-                        add(base + slope * m - wave * (num * tiles // sms))
-            for place, low, high, time, columns in slow:
-                if low < n <= high:
+                    for m, num in tokens:
+                        us.append(base + slope * m - wave * (num * tiles // sms))
+            if bounds:
+                for place, time, columns in slow[bisect_left(bounds, n)]:
                     us[place] = time + columns * k
             found.append((backend, (*us, *missing)))
         return tuple(found)
 
 
 class _ExpertKernels(_Kernels):
-    def us(self, sizes: Sizes) -> Times:
-        num_experts, inner, hidden, top_k, ranks = sizes
+    def _laid_out(self, one: RangeCost, tokens: tuple[int, ...]) -> tuple[Any, ...]:
+        """Tokens of a tile, and where those of the range begin and end among all."""
+        first = self._tokens.index(tokens[0])
+        return float(one.tile[0]), first, first + len(tokens)
+
+    def _us(self, sizes: Sizes) -> Times:
+        num_experts, inner, hidden, top_k, ranks = map(float, sizes)
         own, rest, pairs = num_experts / ranks, 1 - top_k / num_experts, top_k / ranks
         matrix, sms = 3 * inner * hidden, self._num_sms
         read, written = pairs * (hidden + inner), pairs * (2 * inner + hidden)
-        # By tokens, the experts that they choose and the rows of each, times -1.
-        chosen = {m: own * (1 - rest**m) for m in self._tokens}
-        rows_each = {m: -pairs * m / number for m, number in chosen.items()}
+        up_tiles, down_tiles = (
+            [float(-(-size // rows)) for rows in self._tile_rows]
+            for size in (2 * sizes[1], sizes[2])
+        )
+        # Tokens, the experts that they choose, and the rows of each, times -1.
+        routed = []
+        for m in self._tokens:
+            number = own * (1 - rest**m)
+            routed.append((m, number, -pairs * m / number))
         found = []
-        for backend, ranges, _, missing in self._rows:
+        for backend, ranges, *_, missing in self._rows:
             us: list[float | None] = []
-            for launch, weights, inputs, outputs, products, waves, tile, rows, ms, _, _ in ranges:
+            for (
+                launch, weights, inputs, outputs, products, waves, place, tile, first, end
+            ) in ranges:  # fmt: skip
                 slope = inputs * read + outputs * written + products * pairs * matrix
-                up, down = -(-2 * inner // rows), -(-hidden // rows)
+                up, down = up_tiles[place], down_tiles[place]
                 experts, wide, deep = weights * matrix, waves * hidden, waves * inner
-                for m in ms:
-                    number = chosen[m]
-                    tiles = number * (rows_each[m] // tile)  # times -1
+                for m, number, rows in routed[first:end]:
+                    tiles = number * (rows // tile)  # times -1
                     us.append(
                         launch + experts * number + slope * m
                         - wide * (tiles * up // sms) - deep * (tiles * down // sms)
@@ -246,27 +299,27 @@ class _ExpertKernels(_Kernels):
         return tuple(found)
 
 
-def _range(one: RangeCost, tokens: tuple[int, ...]) -> _Range:
-    launch, weights, inputs, outputs, products, waves = one.numbers
-    numbers = weights / 1e6, inputs / 1e6, outputs / 1e6, products / 1e9, waves / 1e3
-    steps = tuple((m, -m // one.tile[0]) for m in tokens)
-    same = steps[0][1] if len({num for _, num in steps}) == 1 else 0
-    return _Range(launch, *numbers, *one.tile, tokens, steps, same)
-
-
 def _slow_rows(
     kernel: KernelCost, tokens: Sequence[int], num_sms: int
-) -> list[tuple[int, float, int, float, float]]:
-    """(place in `tokens`, rows of a weight: above, up to, us, us per column of K)."""
+) -> tuple[list[float], list[Slow]]:
+    """Bounds between numbers of rows of a weight, ascending, and by `bisect_left` of those what is
+    slow; [] and [] for a kernel that never is."""
     slow = kernel.slow_wave
     if slow is None:
-        return []
-    return [
-        (place, low, high, slow.launch, slow.columns / 1e3)
+        return [], []
+    every = [
+        (low, high, (place, slow.launch, slow.columns / 1e3))
         for place, m in enumerate(tokens)
         if m <= kernel.max_tokens
         for low, high in slow.rows(m, num_sms)
     ]
+    bounds = sorted({bound for low, high, _ in every for bound in (low, float(high))})
+    between = zip([0.0, *bounds], bounds)
+    found = [
+        [one for low, high, one in every if low <= above and up_to <= high]
+        for above, up_to in between
+    ]
+    return bounds, [*found, []]
 
 
 def _by_range(
@@ -283,15 +336,3 @@ def _by_range(
 def _errors(kernel: KernelCost, tokens: Sequence[int], name: str) -> tuple[float, ...]:
     errors = [getattr(one, name) for one, own in _by_range(kernel, tokens) for _ in own]
     return (*errors, *([0.0] * (len(tokens) - len(errors))))
-
-
-@lru_cache(maxsize=256)
-def _stale(
-    fitted: tuple[tuple[str, str], ...], here: tuple[tuple[str, str], ...]
-) -> tuple[tuple[str, str, str], ...]:
-    versions = dict(here)
-    return tuple(
-        (name, version, versions[name])
-        for name, version in fitted
-        if name in versions and not is_same(version, versions[name])
-    )

@@ -5,8 +5,8 @@ Pure functions of `Timings`, standard library only.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
-from itertools import compress, repeat
+from functools import lru_cache
+from itertools import repeat
 from math import exp, inf, log
 from operator import add, gt, mul, truediv
 from typing import Any, NamedTuple
@@ -82,13 +82,19 @@ class Timings(Evidence):
             return ()
         columns = _columns(self, m_range)
         here = slice(columns.start, columns.stop)
-        rows = _rows(self, able, here, compiling, layouts, () if self.error else roundings)
-        best = _best([row.us for row in rows.values()])
-        case = _Case(rows, _noise(self, rows, here), best, best)
-        for name in compiling:
-            if name in case.rows:
-                case = case.sparing(name)
-        return _parts(case.path, self.tokens[here])
+        facts = _Facts(
+            [name for name, limit in able if limit is None],
+            dict(layouts),
+            {} if self.error else dict(roundings),
+            _noise(self, here),
+        )
+        times = _times(self, able, here, compiling, facts)
+        if not times:
+            return ()
+        runs = _sparing(_Case(times, facts, _best(times)), compiling).runs
+        tokens = self.tokens[here]
+        parts = [(tokens[end], name) for name, end in runs]
+        return (*parts[:-1], (None, parts[-1][1])) if parts else ()
 
 
 def _stays(
@@ -151,67 +157,58 @@ def _best_for_all(timings: Timings, able: Able) -> Parts:
     )
 
 
-class _Row(NamedTuple):
-    """One backend: microseconds of each column, inf for none. may_be_last: it takes any number of
-    tokens. layouts: of the weight, that it takes."""
-
-    us: Sequence[float]
-    may_be_last: bool
-    roundings: int
-    layouts: tuple[str, ...]
+_Times = Mapping[str, Sequence[float]]
+"""By backend microseconds of each column, inf for none."""
 
 
-def _rows(
-    timings: Evidence,
-    able: Able,
-    here: slice,
-    compiling: Collection[str],
-    layouts: Layouts,
-    roundings: Roundings,
-) -> dict[str, _Row]:
-    """By backend. Of times that are not measured here, all are as long as they may be but those of
-    the first backend that takes any number of tokens."""
-    times, errors = _times(timings, able, here), dict(timings.error)
-    taken, counts = dict(layouts), dict(roundings)
-    last = [name for name, limit in able if limit is None]
-    if errors and last:
-        errors.pop(last[0], None)
-    first = next((name for name in last if name in times and name not in compiling), "")
-    if first and first not in taken and not timings.noise:
-        times = _not_slower(times, first, max(errors.get(first, (0.0,))), taken)
-    rows = {}
-    for name, us in times.items():
-        if name in errors:
-            us = [*map(mul, us, _factors(errors[name])[here])]
-        rows[name] = _Row(us, name in last, counts.get(name, 0), taken.get(name, _STORED))
-    return rows
+class _Facts(NamedTuple):
+    """Of backends. last: those that take any number of tokens. layouts: of the weight, of those
+    that do not take the stored one alone. noise: by column; {} where it is not known or times are
+    not measured here."""
+
+    last: Sequence[str]
+    layouts: Mapping[str, tuple[str, ...]]
+    roundings: Mapping[str, int]
+    noise: Mapping[str, Sequence[float]]
 
 
-_STORED = (STORED,)
+def _times(
+    timings: Evidence, able: Able, here: slice, compiling: Collection[str], facts: _Facts
+) -> _Times:
+    """Of times that are not measured here, all are as long as they may be but those of the first
+    backend that takes any number of tokens.
 
-
-def _times(timings: Evidence, able: Able, here: slice) -> dict[str, Sequence[float]]:
-    """By backend, of each column; inf for none."""
-    known, tokens = dict(timings.us), timings.tokens[here]
-    found = {}
+    Without backends that everywhere count as slower than the first that takes any number and is
+    never left out: no path needs them.
+    """
+    known, tokens, errors = dict(timings.us), timings.tokens[here], dict(timings.error)
+    found: dict[str, Sequence[float]] = {}
+    leading, most = "", list[float]()
     for name, limit in able:
         us: Any = known.get(name, ())[here]
-        if limit is not None and us:
+        if limit is None:
+            if not leading:
+                leading = name
+                errors.pop(name, None)
+        elif us:
             num = bisect_right(tokens, limit)
             us = us[:num] + (inf,) * (len(us) - num)
-        if us:
-            found[name] = [inf if t is None else t for t in us] if None in us else us
+        if not us:
+            continue
+        if not all(us):
+            us = [inf if time is None else time for time in us]
+        if name in facts.layouts:  # it may have another weight
+            pass
+        elif most:
+            if all(map(gt, us, most)):
+                continue
+        elif limit is None and name not in compiling and not timings.noise:
+            longest = 1 + max(errors.get(name, (0.0,)))
+            most = [time * longest * TOLERANCE for time in us]
+        if name in errors:
+            us = [*map(mul, us, _factors(errors[name])[here])]
+        found[name] = us
     return found
-
-
-def _not_slower(
-    times: dict[str, Sequence[float]], first: str, error: float, others: Collection[str]
-) -> dict[str, Sequence[float]]:
-    """Without backends that everywhere count as slower than `first`, which is never left out: no
-    path needs them. error: of its times. others: backends that may have another weight."""
-    most = [us * (1 + error) * TOLERANCE for us in times[first]]
-    slower = [name for name, us in times.items() if all(map(gt, us, most)) and name not in others]
-    return {name: us for name, us in times.items() if name not in slower} if slower else times
 
 
 @lru_cache(maxsize=512)
@@ -220,106 +217,125 @@ def _factors(errors: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(1 + error for error in errors)
 
 
-def _noise(timings: Evidence, rows: Mapping[str, _Row], here: slice) -> dict[str, list[float]]:
-    """By backend and column; {} where it is not known or not measured here."""
+def _noise(timings: Evidence, here: slice) -> dict[str, list[float]]:
+    """As of `_Facts`."""
     if timings.error or not timings.noise:
         return {}
-    known = dict(timings.noise)
     none = (0.0,) * len(timings.tokens)
-    return {name: [part or 0.0 for part in known.get(name, none)[here]] for name in rows}
+    known = dict(timings.noise)
+    return {name: [part or 0.0 for part in known.get(name, none)[here]] for name, _ in timings.us}
+
+
+_Runs = list[tuple[str, int]]
+"""What serves: (backend, the last column of its range), ascending."""
 
 
 class _Case:
-    """The backends that may serve. noise: as of `_noise`. best: of each column the least time, inf
-    for none. fastest: the same of all that could run at first. costs: as of `_costs`.
+    """Backends that may serve. best: of each column the least time, inf for none.
 
-    A path has by column the backend that serves it, "" where none has a time.
+    costs: by backend and column its time over the least, 1 for what counts as fast, nan where none
+    has a time. runs: as of `_runs`.
     """
 
     def __init__(
         self,
-        rows: Mapping[str, _Row],
-        noise: Mapping[str, list[float]],
+        times: _Times,
+        facts: _Facts,
         best: list[float],
-        fastest: list[float],
         costs: dict[str, list[float]] | None = None,
+        runs: _Runs | None = None,
     ):
-        self.rows, self.noise, self.best, self.fastest = rows, noise, best, fastest
-        self.costs = costs or _costs(rows, noise, best)
+        self.times, self.facts, self.best, self._runs = times, facts, best, runs
+        self.costs = costs or _costs(times, facts.noise, best)
 
-    def sparing(self, name: str) -> "_Case":
-        """Without a backend that compiles, where it hardly saves anything; else this one."""
-        best, is_fast = self.best, 1.0 in self.costs[name]
-        if is_fast:
-            best = _best([row.us for other, row in self.rows.items() if other != name])
-            if not _is_near(_ratios(best, self.fastest), _COSTS_OF_LEAVING_OUT):
-                return self
-        rows = {other: row for other, row in self.rows.items() if other != name}
-        costs = None if is_fast else self.costs  # of others, which do not depend on it then
-        fewer = _Case(rows, self.noise, best, self.fastest, costs)
-        if not is_fast and name not in self.path:
-            fewer.path, fewer.ratios = self.path, self.ratios
-        counts = [rows[other].roundings for other in {*fewer.path} if other]
-        spares = self.rows[name].roundings < min(counts, default=0)
+    @property
+    def runs(self) -> _Runs:
+        if self._runs is None:
+            self._runs = _runs(self.costs, self.times, self.facts, self.best)
+        return self._runs
+
+
+def _sparing(case: _Case, compiling: Iterable[str]) -> _Case:
+    """Without each of the backends that compile, the dearest first, where it hardly saves anything
+    of what is fastest with all of `case`."""
+    facts, fastest = case.facts, case.best
+    for name in compiling:
+        if name not in case.times:
+            continue
+        times = {**case.times}
+        del times[name]
+        if 1.0 in case.costs[name]:
+            best = _best(times)
+            if not _is_near(_ratios(best, fastest), _COSTS_OF_LEAVING_OUT):
+                continue
+            fewer = _Case(times, facts, best)
+        else:  # then costs of others do not depend on it
+            used = {backend for backend, _ in case.runs}
+            fewer = _Case(times, facts, case.best, case.costs, None if name in used else case.runs)
+        us: list[float] = []
+        for backend, end in fewer.runs:
+            us += times[backend][len(us) : end + 1]
+        counts = [facts.roundings.get(backend, 0) for backend, _ in fewer.runs]
+        spares = facts.roundings.get(name, 0) < min(counts, default=0)
         mean_and_worst = (TOLERANCE - 1,) * 2 if spares else _COSTS_OF_LEAVING_OUT
-        return fewer if fewer.path and _is_near(fewer.ratios, mean_and_worst) else self
-
-    @cached_property
-    def ratios(self) -> list[float]:
-        """Times of the path over the fastest."""
-        us = [self.rows[name].us[i] if name else inf for i, name in enumerate(self.path)]
-        return _ratios(us, self.fastest)
-
-    @cached_property
-    def path(self) -> list[str]:
-        """The cheapest of at most MAX_PARTS ranges, whose backends share a layout; [] for none."""
-        if min(self.best, default=inf) == inf:
-            return []
-        served = [us < inf for us in self.best] if inf in self.best else ()
-        least, found = inf, list[str]()
-        for names in self._by_layout():
-            rows, own, common = [self.rows[n] for n in names], [self.costs[n] for n in names], 1.0
-            if served:
-                own = [[*compress(costs, served)] for costs in own]
-            if any(counts := [row.roundings for row in rows]):
-                own, common = rounded(own, counts)
-            ends = [row.may_be_last for row in rows]
-            cost, path = cheapest_path(own, ends, least / common)
-            if path:
-                least, found = cost * common, [names[row] for row in path]
-        if not served or not found:
-            return found
-        rest = iter(found)
-        return [next(rest) if is_served else "" for is_served in served]
-
-    def _by_layout(self) -> Iterable[list[str]]:
-        groups: dict[str, list[str]] = {}
-        for name, row in self.rows.items():
-            for layout in row.layouts:
-                groups.setdefault(layout, []).append(name)
-        return groups.values()
+        if us and _is_near(_ratios(us, fastest), mean_and_worst):
+            case = fewer
+    return case
 
 
-def _best(times: Sequence[Sequence[float]]) -> list[float]:
-    return [*map(min, zip(*times))]
+def _runs(
+    costs: Mapping[str, list[float]], names: Iterable[str], facts: _Facts, best: Sequence[float]
+) -> _Runs:
+    """The cheapest of at most MAX_PARTS ranges, whose backends share a layout; [] for none. No
+    range ends at a column in which none has a time."""
+    served = [place for place, us in enumerate(best) if us < inf] if inf in best else ()
+    if served == []:
+        return []
+    least, found = inf, list[tuple[str, int]]()
+    for group in _by_layout(names, facts.layouts):
+        own, common = [*map(costs.__getitem__, group)], 1.0
+        if served:
+            own = [[column[place] for place in served] for column in own]
+        if facts.roundings:
+            own, common = rounded(own, [facts.roundings.get(name, 0) for name in group])
+        ends = [*map(facts.last.__contains__, group)]
+        cost, runs = cheapest_path(own, ends, least / common)
+        if runs:
+            least, found = cost * common, [(group[row], end) for row, end in runs]
+    return [(name, served[end]) for name, end in found] if served else found
+
+
+def _by_layout(names: Iterable[str], layouts: Mapping[str, tuple[str, ...]]) -> Iterable[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        for layout in layouts.get(name, _STORED):
+            groups.setdefault(layout, []).append(name)
+    return groups.values()
+
+
+_STORED = (STORED,)
+
+
+def _best(times: _Times) -> list[float]:
+    return [*map(min, zip(*times.values()))]
 
 
 def _costs(
-    rows: Mapping[str, _Row], noise: Mapping[str, list[float]], best: Sequence[float]
+    times: _Times, noise: Mapping[str, Sequence[float]], best: Sequence[float]
 ) -> dict[str, list[float]]:
-    """By backend and column its time over the least: 1 for what counts as fast, nan where none has
-    a time."""
+    """As of a `_Case`."""
+    most = TOLERANCE
     if not noise:
         return {
-            name: [1.0 if ratio <= TOLERANCE else ratio for ratio in map(truediv, row.us, best)]
-            for name, row in rows.items()
+            name: [1.0 if ratio <= most else ratio for ratio in map(truediv, us, best)]
+            for name, us in times.items()
         }
-    times, own = zip(*[row.us for row in rows.values()]), zip(*[noise[name] for name in rows])
-    doubt = [1 + each[us.index(low)] for us, each, low in zip(times, own, best)]
+    columns, own = zip(*times.values()), zip(*[noise[name] for name in times])
+    doubt = [1 + each[us.index(low)] for us, each, low in zip(columns, own, best)]
     found = {}
-    for name, row in rows.items():
+    for name, us in times.items():
         limits = map(max, repeat(TOLERANCE), map(add, doubt, noise[name]))
-        ratios = map(truediv, row.us, best)
+        ratios = map(truediv, us, best)
         found[name] = [1.0 if ratio <= most else ratio for ratio, most in zip(ratios, limits)]
     return found
 
@@ -349,13 +365,6 @@ def _columns(timings: Evidence, m_range: tuple[int, int]) -> range:
 
 def _time(us: float | None, num_tokens: int, limit: int | None) -> float:
     return inf if us is None or (limit is not None and num_tokens > limit) else us
-
-
-def _parts(path: Sequence[str], tokens: Sequence[int]) -> Parts:
-    if "" in path:
-        tokens, path = zip(*[pair for pair in zip(tokens, path) if pair[1]])
-    ends = [(t, name) for t, name, after in zip(tokens, path, path[1:]) if name != after]
-    return (*ends, (None, path[-1])) if path else ()
 
 
 # ---------------------------------------------------------------- what a choice costs

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from vllm.kernels import registry
 from vllm.kernels.evidence.tables import NEVER_MEASURED, TOKENS, is_measurable
 from vllm.kernels.select.decision import Candidate, Decision
-from vllm.kernels.select.eligibility import size_reasons
+from vllm.kernels.select.eligibility import problem_reasons
 from vllm.kernels.select.grade import Grade
 from vllm.kernels.select.problem import LinearProblem, WeightProblem
 from vllm.kernels.select.reason import Why
@@ -114,7 +114,7 @@ def _can_run(candidate: Candidate, problem: WeightProblem, specs: Sequence[Kerne
         return bool(own) and not candidate.reasons
     few = replace(problem, m_range=(1, 1))
     return all(reason.why is Why.SHAPE for reason in candidate.reasons) and any(
-        spec.max_tokens and not size_reasons(spec, few, candidate.fit) for spec in own
+        spec.max_tokens and not problem_reasons(spec, few, candidate.fit) for spec in own
     )
 
 

@@ -5,9 +5,15 @@ from collections.abc import Iterable, Iterator
 from vllm.formats.act_scheme import ActScheme
 from vllm.formats.partial_blocks import Fit
 from vllm.formats.scales import Requant, Scales, estimated
-from vllm.formats.weight_format import WeightFormat
 from vllm.kernels.select.policy import Policy
-from vllm.kernels.select.problem import LinearProblem, MoEProblem, Problem, WeightProblem
+from vllm.kernels.select.problem import (
+    LinearProblem,
+    MoEProblem,
+    Problem,
+    Traits,
+    WeightProblem,
+    traits_of,
+)
 from vllm.kernels.select.reason import RANK_VARIABLE, Origin, Reason, Why
 from vllm.kernels.select.spec import KernelSpec
 from vllm.machine import BUILD, NATIVE, Device, Libs
@@ -85,72 +91,63 @@ def quarantine_reasons(spec: KernelSpec, problem: Problem, libs: Libs) -> list[R
     return [Reason(Why(q.why), q.text) for q in own]
 
 
-def size_reasons(
-    spec: KernelSpec, problem: Problem, fit: Fit | None, has_few_tokens: bool = False
-) -> list[Reason]:
-    """Every requirement of `spec` on sizes that the problem does not meet. has_few_tokens: no more
-    than the kernel takes in a call, whatever the problem says."""
-    if isinstance(problem, LinearProblem):
-        reasons = _linear_reasons(spec, problem, fit, has_few_tokens)
-    elif isinstance(problem, MoEProblem):
-        reasons = _moe_reasons(spec, problem, fit)
-    elif others := problem.variants - spec.variants:
-        reasons = [Reason(Why.NUMERICS, f"computes plain attention, not {names(others)}")]
-    else:
-        reasons = []
-    return reasons + spec.check(problem) if spec.check is not None else reasons
+def problem_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
+    """Every requirement of `spec` that the problem does not meet."""
+    return trait_reasons(spec, traits_of(problem)) + size_reasons(spec, problem, fit)
 
 
-def _linear_reasons(
-    spec: KernelSpec, problem: LinearProblem, fit: Fit | None, has_few_tokens: bool
-) -> list[Reason]:
+def trait_reasons(spec: KernelSpec, traits: Traits) -> list[Reason]:
+    """The same but for sizes."""
     reasons = []
-    weight = problem.weight
-    if problem.bias and not spec.takes_bias:
-        reasons.append(Reason(Why.SHAPE, "takes no bias"))
-    most = None if has_few_tokens else spec.max_tokens
-    if most is not None and problem.m_range[1] > most:
-        text = f"serves up to {most} tokens, not {problem.m_range[1]}"
-        reasons.append(Reason(Why.SHAPE, text))
-    is_cut = weight.scale == "group" and problem.k % weight.block[1]
-    if is_cut and problem.format in spec.formats:
-        text = f"K = {problem.k} is not whole groups of {weight.block[1]}"
-        reasons.append(Reason(Why.SHAPE, text))
-    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
-        reasons.append(_block_reason(spec, weight))
-    n, k = fit.sizes if fit is not None else (problem.n, problem.k)
-    if n % spec.n_align:
-        reasons.append(Reason(Why.SHAPE, f"N = {n} is not a multiple of {spec.n_align}"))
-    if k % spec.k_align:
-        reasons.append(Reason(Why.SHAPE, f"K = {k} is not a multiple of {spec.k_align}"))
-    return reasons
-
-
-def _moe_reasons(spec: KernelSpec, problem: MoEProblem, fit: Fit | None) -> list[Reason]:
-    reasons = []
-    if problem.layout not in spec.layouts:
-        text = f"takes {names(spec.layouts)} activations, not {problem.layout}"
-        reasons.append(Reason(Why.SHAPE, text))
-    if (activation := problem.computed_activation) not in spec.activation_functions:
-        text = f"computes experts with {names(spec.activation_functions)}, not {activation}"
-        reasons.append(Reason(Why.NUMERICS, text))
-    if problem.bias and not spec.takes_expert_bias:
-        reasons.append(Reason(Why.NUMERICS, "takes no biases of experts"))
-    weight = problem.weight
-    if spec.blocks and weight.scale == "block" and weight.block not in spec.blocks:
-        reasons.append(_block_reason(spec, weight))
-    inner, hidden = fit.sizes if fit is not None else (problem.intermediate, problem.hidden)
-    for name, size in (("hidden", hidden), ("intermediate", inner)):
-        if size % spec.k_align:
-            text = f"{name} = {size} is not a multiple of {spec.k_align}"
+    if traits.family == LinearProblem.family:
+        if traits.bias and not spec.takes_bias:
+            reasons.append(Reason(Why.SHAPE, "takes no bias"))
+        if spec.max_tokens is not None and traits.most_tokens > spec.max_tokens:
+            text = f"serves up to {spec.max_tokens} tokens, not {traits.most_tokens}"
             reasons.append(Reason(Why.SHAPE, text))
+    if traits.family == MoEProblem.family:
+        if traits.layout not in spec.layouts:
+            text = f"takes {names(spec.layouts)} activations, not {traits.layout}"
+            reasons.append(Reason(Why.SHAPE, text))
+        if traits.activation not in spec.activation_functions:
+            functions = names(spec.activation_functions)
+            text = f"computes experts with {functions}, not {traits.activation}"
+            reasons.append(Reason(Why.NUMERICS, text))
+        if traits.bias and not spec.takes_expert_bias:
+            reasons.append(Reason(Why.NUMERICS, "takes no biases of experts"))
+    if others := traits.variants - spec.variants:
+        reasons.append(Reason(Why.NUMERICS, f"computes plain attention, not {names(others)}"))
+    if spec.blocks and traits.scale == "block" and traits.block not in spec.blocks:
+        accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
+        text = f"takes blocks of {accepted}, not {traits.block[0]}x{traits.block[1]}"
+        reasons.append(Reason(Why.FORMAT, text))
     return reasons
 
 
-def _block_reason(spec: KernelSpec, weight: WeightFormat) -> Reason:
-    accepted = ", ".join(f"{rows}x{columns}" for rows, columns in sorted(spec.blocks))
-    text = f"takes blocks of {accepted}, not {weight.block[0]}x{weight.block[1]}"
-    return Reason(Why.FORMAT, text)
+def size_reasons(spec: KernelSpec, problem: Problem, fit: Fit | None) -> list[Reason]:
+    """Every requirement of `spec` on sizes that the problem does not meet."""
+    reasons: list[Reason] = []
+    if isinstance(problem, LinearProblem):
+        n, k = fit.sizes if fit is not None else problem.sizes
+        weight = problem.weight
+        if weight.scale == "group" and problem.k % weight.block[1] and weight.kind in spec.formats:
+            text = f"K = {problem.k} is not whole groups of {weight.block[1]}"
+            reasons.append(Reason(Why.SHAPE, text))
+        if n % spec.n_align or k % spec.k_align:
+            reasons += _unaligned(("N", n, spec.n_align), ("K", k, spec.k_align))
+    elif isinstance(problem, MoEProblem):
+        inner, hidden = fit.sizes if fit is not None else problem.sizes
+        align = spec.k_align
+        if inner % align or hidden % align:
+            reasons += _unaligned(("hidden", hidden, align), ("intermediate", inner, align))
+    return reasons if spec.check is None else reasons + spec.check(problem)
+
+
+def _unaligned(*sizes: tuple[str, int, int]) -> Iterator[Reason]:
+    """sizes: (name, size, what it has to be a multiple of)."""
+    for name, size, align in sizes:
+        if size % align:
+            yield Reason(Why.SHAPE, f"{name} = {size} is not a multiple of {align}")
 
 
 def is_native(spec: KernelSpec, problem: Problem, act: ActScheme | None) -> bool:

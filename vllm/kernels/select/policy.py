@@ -87,6 +87,11 @@ class Policy:
         """Backends that `exclusions` name."""
         return frozenset(one.backend for one in self.exclusions)
 
+    @cached_property
+    def judges(self) -> bool:
+        """Whether it may speak against kernels that `exclusions` do not name."""
+        return self.requires_native or self.least_grade is not Grade.COMPILED
+
     def override_of(
         self, layer: str, problem: Problem, specs: Iterable[KernelSpec]
     ) -> Override | None:

@@ -2,7 +2,7 @@
 
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from vllm.architectures.decoder import RELU2, SOFTCAP, SWIGLUOAI
 from vllm.architectures.kv_cache import MLA
@@ -50,6 +50,11 @@ class LinearProblem:
     @property
     def format(self) -> str:
         return self.weight.kind
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """That kernels want to be multiples, as `Fit.sizes`."""
+        return self.n, self.k
 
     def block_fit(self, takes_any_block: bool) -> Fit | None:
         """How a kernel of fixed or of any blocks takes partial ones; None where there are none."""
@@ -117,6 +122,11 @@ class MoEProblem:
     @property
     def format(self) -> str:
         return self.weight.kind
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """As of a LinearProblem."""
+        return self.intermediate, self.hidden
 
     def block_fit(self, takes_any_block: bool) -> Fit | None:
         """As of a LinearProblem."""
@@ -188,6 +198,7 @@ class _CacheProblem:
 
     act: ClassVar[tuple[ActScheme, ...]] = (ActScheme.NONE,)
     m_range: ClassVar[tuple[int, int]] = (1, 8192)
+    sizes: ClassVar[tuple[int, int]] = (0, 0)
     comes_quantised: ClassVar[bool] = False
 
     def block_fit(self, takes_any_block: bool) -> None:
@@ -333,3 +344,32 @@ WeightProblem = LinearProblem | MoEProblem
 Measurable = WeightProblem | AttentionProblem
 """What tables hold times of."""
 Problem = Measurable | KVQuantProblem | DeltaRuleProblem | Mamba2Problem
+
+
+class Traits(NamedTuple):
+    """What a kernel is judged by besides the sizes of a problem: few problems of a model differ in
+    it. scale, block: of the weight's format. variants: of attention; the rest as of the problems.
+    """
+
+    family: str
+    format: str
+    dtype: str
+    act: tuple[ActScheme, ...]
+    most_tokens: int
+    scale: str = ""
+    block: tuple[int, int] = (0, 0)
+    bias: bool = False
+    layout: str = ""
+    activation: str = ""
+    variants: frozenset[str] = frozenset()
+
+
+def traits_of(problem: Problem) -> Traits:
+    found = problem.family, problem.format, problem.dtype, problem.act, problem.m_range[1]
+    if isinstance(problem, LinearProblem):
+        return Traits(*found, problem.weight.scale, problem.weight.block, problem.bias)
+    if isinstance(problem, MoEProblem):
+        of_weight = problem.weight.scale, problem.weight.block
+        activation = problem.computed_activation
+        return Traits(*found, *of_weight, problem.bias, problem.layout, activation)
+    return Traits(*found, variants=problem.variants)
