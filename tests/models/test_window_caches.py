@@ -93,7 +93,7 @@ def test_after_preemptions_they_have_them_too(checkpoint, whole, name, options):
     folder, limits = checkpoint(name), {"max_num_batched_tokens": 24}
     probe = load(folder, **limits)
     blocks = scheduler_of(probe).blocks
-    tight = (blocks.needs.of(LENGTH) + 3) * cache_bytes(probe) // blocks.pool.num_blocks
+    tight = blocks.needs.of(LENGTH) * cache_bytes(probe) // blocks.pool.num_blocks
     llm = load(folder, kv_cache_memory_bytes=tight, **limits, **options)
     assert answers(llm) == whole(name)
     assert scheduler_of(llm).num_preemptions > 0
