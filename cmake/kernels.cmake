@@ -2,13 +2,14 @@
 # messages and arch_manifest.json follow from it.
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-  set(VLLM_CPU_ISAS avx512 avx2 portable)
+  set(VLLM_CPU_ISAS avx512_bf16 avx512 avx2 portable)
   target_compile_definitions(vllm_options INTERFACE VLLM_BUILD_X86)
 else()
   set(VLLM_CPU_ISAS portable)
 endif()
 
-vllm_cpu_kernel(NAME cpu_linear SOURCES csrc/cpu/kernels/linear.cpp ISAS avx512 avx2 portable)
+vllm_cpu_kernel(NAME cpu_linear SOURCES csrc/cpu/kernels/linear.cpp
+                ISAS avx512_bf16 avx512 avx2 portable)
 vllm_cpu_kernel(NAME cpu_attention SOURCES csrc/cpu/kernels/attention.cpp
                 ISAS avx512 avx2 portable)
 vllm_cpu_kernel(NAME cpu_cache_write SOURCES csrc/cpu/kernels/cache_write.cpp

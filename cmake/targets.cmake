@@ -42,6 +42,8 @@ target_link_libraries(vllm_kernels PRIVATE vllm_options tvm_ffi)
 set(VLLM_ISA_FLAGS_avx512 -DVLLM_CPU_AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2
                           -mfma -mf16c -mprefer-vector-width=512 -Wno-uninitialized
                           -Wno-maybe-uninitialized)
+set(VLLM_ISA_FLAGS_avx512_bf16 ${VLLM_ISA_FLAGS_avx512} -DVLLM_CPU_AVX512_BF16 -mavx512bf16
+                               -mavx512vbmi)
 set(VLLM_ISA_FLAGS_avx2 -DVLLM_CPU_AVX2 -mavx2 -mfma -mf16c)
 set(VLLM_ISA_FLAGS_portable)
 

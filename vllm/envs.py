@@ -125,7 +125,7 @@ VARIABLES: dict[str, Variable] = {
         "at most 4 GiB and half of the free memory.",
     ),
     "VLLM_CPU_ISA": _one_of(
-        ("portable", "avx2", "avx512"),
+        ("portable", "avx2", "avx512", "avx512_bf16"),
         "Instruction set of the native CPU kernels; unset: the best the chip has.",
     ),
     "VLLM_TARGET_DEVICE": Variable(

@@ -67,7 +67,7 @@ class Device:
     @classmethod
     def parse(cls, text: str) -> "Device":
         """From `cpu`, `cpu:avx512`, `sm_90`, `cuda:sm_121a`."""
-        if match := re.fullmatch(r"cpu(?::(portable|avx2|avx512))?", text):
+        if match := re.fullmatch(r"cpu(?::(portable|avx2|avx512|avx512_bf16))?", text):
             return cls("cpu", isa=match[1] or "")
         if match := re.fullmatch(r"(?:cuda:)?sm_?(\d{2,3})([af]?)", text):
             return cls("cuda", DeviceCapability.parse(int(match[1])), match[2])

@@ -262,7 +262,7 @@ def bench_layers(min_seconds: float) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--isa", choices=("avx512", "avx2", "portable"))
+    parser.add_argument("--isa", choices=("avx512_bf16", "avx512", "avx2", "portable"))
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="bfloat16")
     parser.add_argument("--block-size", type=int, default=16)

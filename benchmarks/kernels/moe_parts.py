@@ -11,6 +11,7 @@ import torch
 from gpu_timing import replay_microseconds
 from torch import Tensor
 
+from vllm.architectures.decoder import layer_prefix
 from vllm.architectures.registry import builtin_config
 from vllm.architectures.router import Router
 from vllm.config import VllmConfig
@@ -20,9 +21,8 @@ from vllm.executor.uniproc import make_selection
 from vllm.kernels.activations import Activation, InputQuant
 from vllm.kernels.interface import MoETensors
 from vllm.kernels.select.problem import MoEProblem
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import _fill_randomly, model_context
-from vllm.model_executor.models.decoder import DecoderLayer
+from vllm.model_executor.models.decoder import DecoderLayer, Rotaries
 from vllm.model_executor.weights import kernel_layers, model_slots
 from vllm.ops.fp8_quant import ScaleLayout
 
@@ -100,8 +100,11 @@ def make_layers(model: str, device: str = "cuda") -> list[DecoderLayer]:
 def build_layers(config: VllmConfig, device: str) -> list[DecoderLayer]:
     context = model_context(config, make_selection(config), None)
     with torch.device(device):
-        rotary = RotaryEmbedding(context)
-        layers = [DecoderLayer(context, i, rotary) for i in range(NUM_LAYERS)]
+        rotaries: Rotaries = {}
+        layers = [
+            DecoderLayer(context, context.decoder.layers[i], layer_prefix(i), rotaries)
+            for i in range(NUM_LAYERS)
+        ]
         for layer in layers:
             _fill_randomly(model_slots(layer), 0, device)
             for part in kernel_layers(layer):

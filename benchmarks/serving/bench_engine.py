@@ -195,7 +195,8 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     flags = Path("/proc/cpuinfo").read_text()
-    isa = "avx512" if "avx512bw" in flags else "avx2" if "avx2" in flags else platform.machine()
+    isas = {"avx512_bf16": "avx512_bf16", "avx512bw": "avx512", "avx2": "avx2"}
+    isa = next((isa for flag, isa in isas.items() if flag in flags), platform.machine())
     forced = os.environ.get("VLLM_CPU_ISA", "")
     return {"cpu": names[0] if names else "?", "cores": len(names), "isa": forced or isa}
 

@@ -13,14 +13,19 @@ void check_block_k(int64_t block_k) {
   VLLM_CHECK(block_k >= 1, "block_k: given " << block_k << "; accepted: 1 or more");
 }
 
+cpu::ElementType whole_weight_type(const TensorView& weight, const char* name) {
+  if (is_type(weight, kDLInt, 8)) return cpu::ElementType::kInt8;
+  return storage_type(weight, name);
+}
+
 // weight [n, k], packed [ceil(n / 32), k, 32] of the same type. Returns the number of E4M3 NaNs.
 int64_t linear_pack(TensorView weight, TensorView packed) {
   check_cpu(weight, "weight", 2);
   check_last_contiguous(weight, "weight");
-  const cpu::ElementType type = storage_type(weight, "weight");
+  const cpu::ElementType type = whole_weight_type(weight, "weight");
   const int64_t n = weight.size(0), k = weight.size(1);
   check_cpu(packed, "packed", 3);
-  check_same_type(storage_type(packed, "packed"), packed, "packed", type, "weight");
+  check_same_type(whole_weight_type(packed, "packed"), packed, "packed", type, "weight");
   check_size(packed, "packed", 0, (n + cpu::kPanelWidth - 1) / cpu::kPanelWidth, "panels");
   check_size(packed, "packed", 1, k, "columns of weight");
   check_size(packed, "packed", 2, cpu::kPanelWidth, "rows of weight in a panel");
@@ -48,7 +53,7 @@ void linear_pack_codes(TensorView codes, TensorView packed, int64_t block_k) {
 cpu::ElementType weight_type(const TensorView& weight, int64_t code_type) {
   static constexpr cpu::ElementType kCodes[] = {cpu::ElementType::kInt4, cpu::ElementType::kUint4,
                                                 cpu::ElementType::kE2M1};
-  if (code_type == 0) return storage_type(weight, "weight");
+  if (code_type == 0) return whole_weight_type(weight, "weight");
   VLLM_CHECK(code_type > 0 && code_type <= 3,
              "code_type: given " << code_type << "; accepted: 0 (none), 1 (int4), 2 (int4 with "
                                  << "zero points), 3 (E2M1)");

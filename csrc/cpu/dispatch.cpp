@@ -28,6 +28,17 @@ namespace vllm::cpu {
 #ifdef VLLM_BUILD_X86
 VLLM_DECLARE_KERNELS(avx512)
 VLLM_DECLARE_KERNELS(avx2)
+// Those of avx512 but one.
+namespace avx512_bf16 {
+void linear(const LinearArgs&);
+bool adds_in_order();
+constexpr KernelTable kTable = [] {
+  KernelTable table = avx512::kTable;
+  table.name = "avx512_bf16";
+  table.linear = linear;
+  return table;
+}();
+}  // namespace avx512_bf16
 #endif
 VLLM_DECLARE_KERNELS(portable)
 
@@ -38,14 +49,22 @@ struct Candidate {
   bool (*runs_here)();
 };
 
+#ifdef VLLM_BUILD_X86
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 // Fastest first; the portable kernels run anywhere.
 const Candidate kCandidates[] = {
 #ifdef VLLM_BUILD_X86
-    {&avx512::kTable,
+    {&avx512_bf16::kTable,
      [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+       return has_avx512() && __builtin_cpu_supports("avx512bf16") &&
+              __builtin_cpu_supports("avx512vbmi") && avx512_bf16::adds_in_order();
      }},
+    {&avx512::kTable, has_avx512},
     {&avx2::kTable,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -111,6 +111,7 @@ int64_t pack_weight(const void* weight, ElementType type, int64_t n, int64_t k, 
     case ElementType::kFloat32:
       return pack_panels<float>(weight, type, n, k, stride, packed);
     case ElementType::kE4M3:
+    case ElementType::kInt8:
       return pack_panels<uint8_t>(weight, type, n, k, stride, packed);
     default:
       return pack_panels<uint16_t>(weight, type, n, k, stride, packed);

@@ -1,6 +1,6 @@
 // Packed linear weights: [panels, k, 32] elements, one panel per 32 output columns, zero padded.
 // Within a row of 32, E4M3 and bfloat16 interleave column c with column c + 16, so that one shift
-// or mask widens sixteen of them at once; float16 and float32 rows keep their order.
+// or mask widens sixteen of them at once; rows of other types keep their order.
 // 4-bit codes: [panels, quads, 64] bytes. A quad is four rows of k, of one scale block: the last
 // quad of a block may hold fewer. As sixteen 32-bit lanes, lane l holds column l in its lower half
 // and column l + 16 in its upper one, of rows 0, 2, 1 and 3 from the lowest nibble on: a shift

@@ -159,6 +159,10 @@ struct Element<ElementType::kE4M3> {
   using Storage = unsigned char;
 };
 template <>
+struct Element<ElementType::kInt8> {
+  using Storage = signed char;
+};
+template <>
 struct Element<ElementType::kInt4> {
   using Storage = unsigned char;  // of a code: two in a byte
 };
@@ -188,6 +192,8 @@ SIMD_INLINE FloatReg reg_load_as(const StorageOf<kType>* p) {
     return reg_from_bf16(p);
   } else if constexpr (kType == ElementType::kFloat16) {
     return reg_from_f16(p);
+  } else if constexpr (kType == ElementType::kInt8) {
+    return reg_from_int8(p);
   } else {
     return reg_from_e4m3(p);
   }
@@ -284,6 +290,8 @@ SIMD_INLINE void with_any_type(ElementType type, F&& f) {
 template <class F>
 SIMD_INLINE void with_weight_type(ElementType type, F&& f) {
   switch (type) {
+    case ElementType::kInt8:
+      return f(TypeTag<ElementType::kInt8>{});
     case ElementType::kInt4:
       return f(TypeTag<ElementType::kInt4>{});
     case ElementType::kUint4:

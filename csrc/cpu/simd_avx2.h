@@ -75,6 +75,10 @@ SIMD_INLINE FloatReg reg_from_e4m3(const unsigned char* p) {
   const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);
   return _mm256_cvtph_ps(_mm_and_si128(words, _mm_set1_epi16(short(0xBF80))));
 }
+SIMD_INLINE FloatReg reg_from_int8(const signed char* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
 SIMD_INLINE void store_f16(unsigned short* p, const FloatReg (&v)[kRegs]) {
   for (int i = 0; i < kRegs; ++i) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8 * i),

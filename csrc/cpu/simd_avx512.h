@@ -2,9 +2,13 @@
 #pragma once
 #include <immintrin.h>
 
+#if defined(VLLM_CPU_AVX512_BF16)
+#define VLLM_CPU_ISA_NAMESPACE avx512_bf16
+#else
 #define VLLM_CPU_ISA_NAMESPACE avx512
+#endif
 
-namespace vllm::cpu::avx512 {
+namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
 
 constexpr int kRegs = 1;
 constexpr int kRegLanes = 16;
@@ -71,6 +75,10 @@ SIMD_INLINE FloatReg reg_from_e4m3(const unsigned char* p) {
   const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
   return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16(short(0xBF80))));
 }
+SIMD_INLINE FloatReg reg_from_int8(const signed char* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
 SIMD_INLINE void store_f16(unsigned short* p, const FloatReg (&v)[kRegs]) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -111,4 +119,4 @@ SIMD_INLINE void convert_codes(const unsigned char* quad, int, FloatReg (&rows)[
   rows[1][1] = _mm512_permutexvar_ps(reg_shift_right<4 * kPair + 24>(codes), table);
 }
 
-}  // namespace vllm::cpu::avx512
+}  // namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE

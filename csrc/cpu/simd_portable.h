@@ -98,6 +98,9 @@ SIMD_INLINE IntReg load_four(const T* p, int stride) {
 SIMD_INLINE FloatReg reg_from_bf16(const unsigned short* p) { return widen_bf16(load_four(p, 1)); }
 SIMD_INLINE FloatReg reg_from_f16(const unsigned short* p) { return widen_f16(load_four(p, 1)); }
 SIMD_INLINE FloatReg reg_from_e4m3(const unsigned char* p) { return widen_e4m3(load_four(p, 1)); }
+SIMD_INLINE FloatReg reg_from_int8(const signed char* p) {
+  return __builtin_convertvector(load_four(p, 1), FloatReg);
+}
 SIMD_INLINE unsigned short round_to_f16(float v) {
   const unsigned bits = load_bytes<unsigned>(&v);
   const unsigned sign = (bits >> 16) & 0x8000u;

@@ -12,7 +12,8 @@ enum class ElementType : int {
   kBFloat16,
   kFloat16,
   kE4M3,
-  // 4-bit codes, of weights only.
+  // Of weights only: whole numbers, and 4-bit codes.
+  kInt8,
   kInt4,   // code - 8
   kUint4,  // code - zero point of its group
   kE2M1,

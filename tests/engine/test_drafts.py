@@ -10,7 +10,9 @@ from vllm.config.speculative import STEP_DRAFT_TOKENS, SpeculativeConfig
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
 from vllm.core.speculation import DraftTrials, Speculation
 from vllm.errors import ConfigError
-from vllm.worker.speculation import SampledRows, Verification, propose
+from vllm.worker.drafts import Proposals
+from vllm.worker.ngram import propose
+from vllm.worker.speculation import SampledRows, Verification
 
 NGRAM = {"method": "ngram"}
 
@@ -43,7 +45,7 @@ def test_a_draft_is_what_followed_the_longest_match_the_last_time(tokens, most, 
 
 def test_tokens_are_accepted_up_to_the_first_that_differs():
     drafts = {"a": [5, 6, 7], "c": [5], "d": [9, 9]}
-    verification = Verification(SpeculativeConfig(), 0, drafts)
+    verification = Verification(drafts, lambda request_ids: Proposals({}))
     sampled = [5, 6, 8, 1, 4, 5, 3, 9, 9, 2]
     assert verification.accepted(["a", "b", "c", "d"], sampled) == [
         [5, 6, 8],
@@ -139,6 +141,41 @@ def test_time_between_steps_counts_where_nothing_but_decoding_was_in_it():
     assert speculation.max_draft_tokens(9) > 0, "another load has trials of its own"
 
 
+def test_drafts_of_a_model_are_as_long_as_the_longest_that_a_request_takes():
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=6)
+    speculation = Speculation(config)
+    assert speculation.max_draft_tokens(2, ["a", "b"]) == 4
+    verify(speculation, [0] * 4, 1)
+    assert speculation.max_draft_tokens(1, ["a"]) == 2
+    assert speculation.max_draft_tokens(2, ["a", "b"]) == 4
+    assert Speculation(SpeculativeConfig.of(NGRAM)).max_draft_tokens(1, ["a"]) == 16
+
+
+@pytest.mark.parametrize("owed", [0.1, 0.4, 0.55, 0.7, 2.0, 9.0])
+def test_what_a_drafter_takes_for_prompts_counts(owed):
+    """Drafts that give half as much again, less what it takes to compute prompts for them."""
+    trials, seconds, num_tokens, num_on = DraftTrials(), 0.0, 0.0, 0
+    for _ in range(40_000):
+        is_on = trials.is_on
+        num_on += is_on
+        seconds += 1 + owed * is_on
+        num_tokens += 1.5 if is_on else 1
+        if is_on:
+            trials.owe(owed)
+        trials.record(is_on, 1.5 if is_on else 1, 1.0)
+    assert (num_on > 20_000) == (owed < 0.5)
+    assert seconds / num_tokens < 1.025
+
+
+@pytest.mark.parametrize("seconds_on", [1.1, 1.6, 4.0, 30.0])
+def test_trials_of_drafts_that_never_pay_lose_about_two_percent_at_most(seconds_on):
+    trials, spent = DraftTrials(), []
+    for _ in range(40_000):
+        spent.append(seconds_on if trials.is_on else 1.0)
+        trials.record(trials.is_on, 1, spent[-1])
+    assert sum(spent[2000:]) / len(spent[2000:]) < 1.025
+
+
 def test_no_more_requests_than_asked_for_draft():
     speculation = Speculation(SpeculativeConfig.of(NGRAM | {"disable_by_batch_size": 3}))
     assert speculation.max_draft_tokens(3) > 0 and speculation.max_draft_tokens(4) == 0
@@ -165,9 +202,11 @@ def test_defaults_and_what_one_length_of_n_grams_says_of_the_other():
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ({}, 'no method is given: it takes ngram, as in {"method": "ngram"}'),
+        ({}, 'no method is given: it takes ngram, draft_model, mtp, as in {"method": "ngram"}'),
         ({"method": "ngrams"}, "method 'ngrams' is unknown; did you mean ngram?"),
-        ({"method": "mtp"}, "method 'mtp' is not supported here, whether or not the checkpoint"),
+        ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported here: it takes ngram"),
+        (NGRAM | {"model": "x"}, "key 'model' belongs to method draft_model, and the method is"),
+        ({"method": "draft_model"}, "model None: method draft_model takes the folder or hub name"),
         ({"method": "eagle3", "model": "x"}, "method 'eagle3' is not supported here"),
         (NGRAM | {"num_speculative_token": 3}, "did you mean num_speculative_tokens?; it takes"),
         ({"num_spec": 3}, "unknown key 'num_spec'"),

@@ -6,6 +6,8 @@ import torch
 from vllm.platforms import native
 
 ISAS = ("avx512", "avx2", "portable")
+LINEAR_ISAS = ("avx512_bf16", *ISAS)
+"""Those with linear layers of their own; avx512_bf16 shares all else with avx512."""
 
 
 def use_isa(name: str) -> None:
@@ -14,6 +16,14 @@ def use_isa(name: str) -> None:
         native.load(name)
     except ValueError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(params=LINEAR_ISAS)
+def linear_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    default = native.load().cpu_isa()
+    use_isa(request.param)
+    yield request.param
+    native.load(default)
 
 
 @pytest.fixture(params=ISAS)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.conftest import ISAS, use_isa
+from tests.kernels.conftest import ISAS, LINEAR_ISAS, use_isa
 from vllm.ops import cpu_ops, torch_ops
 from vllm.platforms import native
 
@@ -53,7 +53,7 @@ def assert_close_to_float64(x: Tensor, layer: dict[str, Tensor | int], out: Tens
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("n,k,block_k", SHAPES)
-def test_linear_is_the_scaled_product_plus_bias(isa, n, k, block_k, dtype):
+def test_linear_is_the_scaled_product_plus_bias(linear_isa, n, k, block_k, dtype):
     layer = make_layer(n, k, block_k, dtype)
     packed = cpu_ops.pack_linear(**layer)
     for m in BATCHES:
@@ -65,7 +65,7 @@ def test_linear_is_the_scaled_product_plus_bias(isa, n, k, block_k, dtype):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 2, 40))
-def test_linear_takes_and_gives_half_precision(isa, m, dtype):
+def test_linear_takes_and_gives_half_precision(linear_isa, m, dtype):
     layer = make_layer(100, 577, 128, E4M3)
     x = torch.randn(m, 577).to(dtype)
     out = cpu_ops.linear(x, cpu_ops.pack_linear(**layer))
@@ -73,7 +73,7 @@ def test_linear_takes_and_gives_half_precision(isa, m, dtype):
     assert_close_to_float64(x, layer, out)
 
 
-def test_reference_and_kernel_agree(isa):
+def test_reference_and_kernel_agree(linear_isa):
     layer = make_layer(96, 577, 128, E4M3)
     x = torch.randn(9, 577)
     torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_reference_and_kernel_agree(isa):
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("n,k,block_k", ((100, 577, 128), (33, 1000, 1000)))
-def test_a_row_has_the_same_bits_in_every_batch(isa, n, k, block_k, dtype):
+def test_a_row_has_the_same_bits_in_every_batch(linear_isa, n, k, block_k, dtype):
     packed = cpu_ops.pack_linear(**make_layer(n, k, block_k, dtype))
     x = torch.randn(500, k)
     whole = cpu_ops.linear(x, packed)
@@ -110,7 +110,7 @@ def test_avx512_and_avx2_give_the_same_bits(m):
     assert torch.equal(*results)
 
 
-def test_every_e4m3_code_is_decoded_exactly(isa):
+def test_every_e4m3_code_is_decoded_exactly(linear_isa):
     codes = torch.arange(256, dtype=torch.uint8)
     finite = codes[(codes & 0x7F) != 0x7F]
     values = finite.view(E4M3).float()
@@ -126,7 +126,7 @@ def test_every_e4m3_code_is_decoded_exactly(isa):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_every_finite_half_precision_weight_is_widened_exactly(isa, dtype):
+def test_every_finite_half_precision_weight_is_widened_exactly(linear_isa, dtype):
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     values = values[values.isfinite()]
     packed = cpu_ops.pack_linear(values.unsqueeze(1))
@@ -151,7 +151,7 @@ def test_e4m3_nan_codes_are_refused_and_counted():
     block_k=st.integers(1, 310),
     dtype=st.sampled_from(WEIGHT_DTYPES),
     x_dtype=st.sampled_from(FLOAT_DTYPES),
-    isa_name=st.sampled_from(ISAS),
+    isa_name=st.sampled_from(LINEAR_ISAS),
 )
 def test_small_integers_are_multiplied_exactly(m, n, k, block_k, dtype, x_dtype, isa_name):
     default = native.load().cpu_isa()
@@ -169,7 +169,7 @@ def test_small_integers_are_multiplied_exactly(m, n, k, block_k, dtype, x_dtype,
     assert torch.equal(out, torch_ops.linear(x, torch_ops.pack_linear(*layer)))
 
 
-def test_rows_of_input_weight_and_output_may_be_apart(isa):
+def test_rows_of_input_weight_and_output_may_be_apart(linear_isa):
     layer = make_layer(70, 130, 64, E4M3)
     wide = torch.zeros(70, 200, dtype=torch.uint8).view(E4M3)
     wide.view(torch.uint8)[:, 30:160] = layer["weight"].view(torch.uint8)
@@ -184,7 +184,7 @@ def test_rows_of_input_weight_and_output_may_be_apart(isa):
         assert out[:, :5].isnan().all() and out[:, 75:].isnan().all()
 
 
-def test_merged_layers_with_partial_blocks_equal_their_parts(isa):
+def test_merged_layers_with_partial_blocks_equal_their_parts(linear_isa):
     parts = [make_layer(n, 576, 128, E4M3) for n in (576, 192, 192)]
     merged = {
         "weight": torch.cat([p["weight"].view(torch.uint8) for p in parts]).view(E4M3),

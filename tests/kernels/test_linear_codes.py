@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.conftest import ISAS, use_isa
+from tests.kernels.conftest import ISAS, LINEAR_ISAS, use_isa
 from tests.kernels.test_linear import assert_close_to_float64, poisoned
 from tests.weight_only_cases import SHARDS, make_linear, make_moe
 from vllm.formats.weight_format import WeightFormat
@@ -77,7 +77,7 @@ def widened(layer: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n,k,block_k", SHAPES)
-def test_results_have_the_bits_of_the_same_weight_in_e4m3(isa, kind, n, k, block_k):
+def test_results_have_the_bits_of_the_same_weight_in_e4m3(linear_isa, kind, n, k, block_k):
     layer = make_codes(kind, n, k, block_k)
     packed, wide = cpu_ops.pack_linear_codes(**layer), widened(layer)
     expected = cpu_ops.pack_linear(**wide)
@@ -90,7 +90,7 @@ def test_results_have_the_bits_of_the_same_weight_in_e4m3(isa, kind, n, k, block
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_in_every_batch(isa, kind):
+def test_a_row_has_the_same_bits_in_every_batch(linear_isa, kind):
     packed = cpu_ops.pack_linear_codes(**make_codes(kind, 100, 546, 32))
     x = torch.randn(200, 546)
     whole = cpu_ops.linear(x, packed)
@@ -114,7 +114,7 @@ def test_avx512_and_avx2_give_the_same_bits(kind):
         assert torch.equal(*results)
 
 
-def test_every_code_is_widened_exactly_at_every_place_of_a_quad(isa):
+def test_every_code_is_widened_exactly_at_every_place_of_a_quad(linear_isa):
     # Column c of the layer has the codes c, c + 1, ...: each code at each row and lane.
     codes = (torch.arange(32)[:, None] + torch.arange(20)) % 16
     e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -127,7 +127,7 @@ def test_every_code_is_widened_exactly_at_every_place_of_a_quad(isa):
             assert torch.equal(cpu_ops.linear(one_hot, packed), values[codes[:, :m].T])
 
 
-def test_every_code_less_every_zero_point_is_exact(isa):
+def test_every_code_less_every_zero_point_is_exact(linear_isa):
     codes = pack_e2m1(torch.arange(16, dtype=torch.uint8).repeat(16, 1))
     zeros = torch.arange(16, dtype=torch.uint8).unsqueeze(1)
     packed = cpu_ops.pack_linear_codes(codes, torch.ones(16, 1), 16, zero_points=zeros)
@@ -144,7 +144,7 @@ def test_every_code_less_every_zero_point_is_exact(isa):
     block_k=st.integers(1, 310),
     kind=st.sampled_from(KINDS),
     x_dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
-    isa_name=st.sampled_from(ISAS),
+    isa_name=st.sampled_from(LINEAR_ISAS),
 )
 def test_any_size_has_the_bits_of_the_weight_in_e4m3(
     m, n, half_k, block_k, kind, x_dtype, isa_name

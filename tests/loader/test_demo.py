@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from vllm.entrypoints import demo
 from vllm.errors import CheckpointError, ConfigError
+from vllm.model_executor.checkpoint_formats import quantise_head
+from vllm.utils.gguf import read_gguf
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -56,6 +58,16 @@ def test_the_rows_of_a_head_are_those_of_halves_instead_of_pairs():
     ours = torch.arange(12.0).reshape(2, 2, 3)
     in_pairs = ours.transpose(1, 2).reshape(12, 1)
     assert demo._half_rotated(in_pairs, 2).flatten().tolist() == list(range(12))
+
+
+def test_the_output_projection_keeps_the_bits_that_the_file_has_of_it():
+    stored = read_gguf(demo.find_gguf()).tensors["token_embd.weight"]
+    blocks = torch.from_numpy(stored.data.reshape(-1, 34).copy())  # Q8_0: a float16 and 32 int8
+    scales, codes = blocks[:, :2].contiguous().view(torch.float16), blocks[:, 2:].view(torch.int8)
+    made = quantise_head(torch.from_numpy(stored.values().copy()))
+    assert torch.equal(made["lm_head.weight"].view(-1, 32), codes)
+    is_zero = (codes == 0).all(1, keepdim=True)
+    assert torch.equal(made["lm_head.weight_scale"].view(-1, 1)[~is_zero], scales[~is_zero])
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def dequantise(tensors: dict[str, torch.Tensor], block=(128, 128)) -> dict[str, 
     result = {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float8_e4m3fn:
-            scales = tensors[name + "_scale_inv"]
+            scales = tensors.get(name + "_scale_inv", tensors.get(name + "_scale"))
             rows = torch.arange(tensor.shape[0]) // block[0]
             columns = torch.arange(tensor.shape[1]) // block[1]
             result[name] = tensor.float() * scales[rows][:, columns]

@@ -4,9 +4,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.architectures.decoder import Decoder
-from vllm.architectures.fields import Fields
-from vllm.utils.dataclasses import dataclass, field
+from vllm.architectures.decoder import Decoder, MTPSpec
+from vllm.architectures.fields import MTP_FIELDS, Fields
+from vllm.errors import ConfigError
+from vllm.utils.dataclasses import dataclass, field, replace
 
 # What transformers' config classes of all our architectures assume.
 CAUSAL_LM: dict[str, Any] = {
@@ -28,6 +29,10 @@ TEXT_IN_MULTIMODAL = (
     ("language_model.lm_head.", "lm_head."),
 )
 
+# How names of tensors of multi-token prediction begin, where they are not numbered as layers.
+MTP_PREFIX = "mtp."
+# What a numbered layer of multi-token prediction has again of the model.
+_SHARED = ("embed_tokens.", "shared_head.head.")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -40,8 +45,9 @@ class Checkpointed:
     docs/models.md, where "" stands for the model_type. skipped_tensors: how names of tensors that
     are not served begin, after "model."; renamed_tensors: how other names begin, and how ours do.
     has_mtp_layers: checkpoints have layers of multi-token prediction, numbered after those of the
-    decoder, which are skipped. is_in_transformers: False for a model_type that transformers, or
-    older versions of it, know only by code that checkpoints bring along, which is not run.
+    decoder, which are skipped where they draft nothing. is_in_transformers: False for a model_type
+    that transformers, or older versions of it, know only by code that checkpoints bring along,
+    which is not run.
     """
 
     model_type: str
@@ -53,10 +59,15 @@ class Checkpointed:
     has_mtp_layers: bool = field(default=False, kw_only=True)
     is_in_transformers: bool = field(default=True, kw_only=True)
 
-    def slot_name(self, name: str, num_layers: int | None = None) -> str | None:
+    def slot_name(
+        self, name: str, num_layers: int | None = None, drafts: bool = False
+    ) -> str | None:
         """The slot that a checkpoint tensor belongs to; None for one that is not needed.
-        num_layers: of the decoder, where layers of multi-token prediction are to be told apart."""
-        is_skipped = name.removeprefix("model.").startswith(self.skipped_tensors)
+        num_layers: of the decoder, where layers of multi-token prediction are to be told apart.
+        drafts: whether the first of these is used."""
+        bare = name.removeprefix("model.")
+        is_skipped = bare.startswith(self.skipped_tensors)
+        is_skipped &= not (drafts and bare.startswith(MTP_PREFIX))
         if is_skipped or name.endswith("rotary_emb.inv_freq"):
             return None
         for stored, ours in self.renamed_tensors:
@@ -66,7 +77,8 @@ class Checkpointed:
         if self.has_mtp_layers and num_layers is not None:
             found = _LAYER.match(name)
             if found is not None and int(found[1]) >= num_layers:
-                return None
+                is_used = drafts and int(found[1]) == num_layers
+                return None if not is_used or name[found.end() :].startswith(_SHARED) else name
         return name
 
 
@@ -74,7 +86,8 @@ class Checkpointed:
 class Architecture(Checkpointed):
     """A text model.
 
-    describe: its decoder. defaults: what transformers' config class assumes of each field that it
+    describe: its decoder; describe_mtp: what its checkpoints have to draft tokens, None for
+    nothing that is served. defaults: what transformers' config class assumes of each field that it
     has; nullable: those in which null means what is assumed, or derived. layer_types: derives that
     field of one that lacks it; derives_layer_types: names of the fields it is derived from;
     derived_fields: others that transformers derives. renamed_fields: newer names of fields, and
@@ -105,6 +118,7 @@ class Architecture(Checkpointed):
     has_rotary_dim: bool = False
     ue8m0_requant_loses_accuracy: bool = False
     is_read_by_transformers: bool = False
+    describe_mtp: Callable[[Fields], MTPSpec] | None = None
 
     def our_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """`config` with our names of fields."""
@@ -114,12 +128,30 @@ class Architecture(Checkpointed):
                 fields[ours] = fields.pop(new)
         return fields
 
-    def decoder(self, config: Mapping[str, Any], source: str = "config.json") -> Decoder:
-        """Of a text config. CheckpointError names the field that is wrong; source: of `config`."""
+    def decoder(
+        self, config: Mapping[str, Any], source: str = "config.json", with_mtp: bool = False
+    ) -> Decoder:
+        """Of a text config. CheckpointError names the field that is wrong; source: of `config`.
+        with_mtp: also with what drafts tokens; ConfigError where it has nothing."""
         given = self.our_fields(config)
         if self.omits_sizes:
             given = {**self.defaults, **given}
-        return self.describe(Fields(given, self.defaults, source))
+        fields = Fields(given, self.defaults, source)
+        decoder = self.describe(fields)
+        return replace(decoder, mtp=self._mtp(fields)) if with_mtp else decoder
+
+    def _mtp(self, fields: Fields) -> MTPSpec:
+        if self.describe_mtp is None:
+            raise ConfigError(
+                f"model_type {self.model_type!r} has no layer of multi-token prediction that is "
+                f"served"
+            )
+        name = next((name for name in MTP_FIELDS if fields.get(name) is not None), None)
+        if name is not None and fields.optional(name, 0, lowest=0) == 0:
+            raise ConfigError(
+                f"{fields.source}: {name} = 0: there is no layer of multi-token prediction"
+            )
+        return self.describe_mtp(fields)
 
 
 @dataclass(frozen=True)

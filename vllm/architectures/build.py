@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from vllm.architectures.activation import activation
+from vllm.architectures.architecture import MTP_PREFIX
 from vllm.architectures.decoder import (
     GATED,
     QK_NORM_NAMES,
@@ -16,11 +17,13 @@ from vllm.architectures.decoder import (
     GatedMLP,
     Mixer,
     MoE,
+    MTPSpec,
     NormKind,
     QKNormSpan,
     QueryScaling,
     Rope,
     UngatedMLP,
+    layer_prefix,
 )
 from vllm.architectures.fields import CORRECT_FILE, ROPE_LISTS, Fields
 from vllm.architectures.kv_cache import FullAttentionSpec, SlidingWindowSpec
@@ -70,6 +73,33 @@ def decoder(
         ropes=ropes(fields, rotary_head_dim or heads_of(fields)[2]),
         max_position_embeddings=fields.optional("max_position_embeddings", 0, lowest=0),
     )
+
+
+def numbered_mtp(
+    fields: Fields,
+    mixer: Callable[[Fields, int], Mixer],
+    feed_forward: Callable[[Fields, int], FeedForward],
+) -> MTPSpec:
+    """Of checkpoints that number it as one more layer of the decoder, whose kind it has. Its
+    projection is never quantised, whether their config says so or not."""
+    index = fields.size("num_hidden_layers")
+    prefix = layer_prefix(index)
+    proj = replace(_mtp_proj(fields, "eh_proj"), may_quantize=False)
+    layer = DecoderLayer(mixer(fields, index), feed_forward(fields, index))
+    return MTPSpec(prefix, "enorm", "hnorm", proj, prefix, layer, "shared_head.norm")
+
+
+def separate_mtp(fields: Fields, mixer: Mixer, feed_forward: FeedForward) -> MTPSpec:
+    """Of checkpoints that name it `mtp`."""
+    fields.allow_only({"mtp_use_dedicated_embeddings": False})
+    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", _mtp_proj(fields, "fc")
+    layer = DecoderLayer(mixer, feed_forward)
+    return MTPSpec(MTP_PREFIX, *names, f"{MTP_PREFIX}layers.0.", layer, "norm")
+
+
+def _mtp_proj(fields: Fields, name: str) -> LinearSpec:
+    hidden = dim(fields, "hidden_size")
+    return linear(name, hidden, Dim("2 * hidden_size", 2 * hidden.size), "replicated")
 
 
 def ropes(fields: Fields, head_dim: int, layer_types: tuple[str, ...] = ("",)) -> dict[str, Rope]:

@@ -345,6 +345,31 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True)
+class MTPSpec:
+    """Multi-token prediction: what drafts the token at i + 2 of x, what the model's last norm gives
+    at i, and of the token at i + 1.
+
+    y = norm(layer(proj([embedding_norm(embedding of the token), hidden_norm(x)]))), which the
+    model's output projection reads; y in place of x, and the token that is drafted, give the next.
+    https://arxiv.org/abs/2412.19437, section 2.2. prefix: of all names but those in the layer,
+    with its dot; layer_prefix: of these.
+    """
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    proj: LinearSpec
+    layer_prefix: str
+    layer: DecoderLayer
+    norm: str
+
+    def items(self) -> Iterator[tuple[str, Item]]:
+        yield self.prefix, self.proj
+        for item in self.layer.items:
+            yield self.layer_prefix, item
+
+
+@dataclass(frozen=True)
 class LayerNorms:
     """Names of the norms of a decoder layer, "" for none: of what its mixer and its feed-forward
     read, and of what they give before it is added to the residual."""
@@ -369,6 +394,7 @@ class Decoder:
     feed-forward adds to the residual. logits_scaling: what logits are divided by.
     final_logit_softcapping: logits become softcap * tanh(logit / softcap); 0 for none.
     layer_scalar: name in every layer of a number that multiplies what it gives; "" for none.
+    mtp: what drafts tokens, None where nothing does or it is not used.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -386,6 +412,7 @@ class Decoder:
     logits_scaling: float = 1.0
     final_logit_softcapping: float = 0.0
     layer_scalar: str = ""
+    mtp: MTPSpec | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -424,6 +451,8 @@ class Decoder:
             for item in layer.items:
                 yield prefix, item
         yield "", self.lm_head
+        if self.mtp is not None:
+            yield from self.mtp.items()
 
 
 def layer_prefix(index: int) -> str:

@@ -1,7 +1,7 @@
 """DeepSeek V2, V3 and models of their design, alone or inside a multimodal one: multi-head latent
 attention, and experts in groups.
 
-A layer of multi-token prediction follows the decoder of some, and is skipped.
+A layer of multi-token prediction follows the decoder of some.
 """
 
 import math
@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture, Composite
-from vllm.architectures.build import MoENames, decoder, dim, gated_mlp, moe, shared_experts
+from vllm.architectures.build import (
+    MoENames,
+    decoder,
+    dim,
+    gated_mlp,
+    moe,
+    numbered_mtp,
+    shared_experts,
+)
 from vllm.architectures.decoder import CachedAttention, Decoder, FeedForward, LatentAttention
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import MLA, MLAAttentionSpec
@@ -105,6 +113,9 @@ def experts(fields: Fields, router: Any, names: MoENames) -> FeedForward:
     return fields.once("moe", lambda: moe(fields, count, router, shared(), names=names))
 
 
+_mtp = partial(numbered_mtp, mixer=latent_attention, feed_forward=_feed_forward)
+
+
 # ---------------------------------------------------------------- V2
 
 
@@ -150,8 +161,10 @@ def _glm_feed_forward(fields: Fields, layer: int) -> FeedForward:
             f"{fields.source}: mlp_layer_types = {kinds!r}: it takes dense or sparse for each of "
             f"{num_layers} layers"
         )
-    if kinds[layer] == "dense":
-        return gated_mlp(fields)
+    return gated_mlp(fields) if kinds[layer] == "dense" else _glm_experts(fields, layer)
+
+
+def _glm_experts(fields: Fields, layer: int) -> FeedForward:
     return experts(fields, partial(sigmoid_router, fields), V3_ROUTER)
 
 
@@ -245,6 +258,7 @@ ARCHITECTURES = (
         _describe,
         _V3,
         has_mtp_layers=True,
+        describe_mtp=_mtp,
         is_in_transformers=False,
         family="Kimi K2",
     ),
@@ -254,6 +268,7 @@ ARCHITECTURES = (
         _describe,
         _V3,
         has_mtp_layers=True,
+        describe_mtp=_mtp,
         family="DeepSeek V3, R1 and V3.1",
     ),
     _Mla(
@@ -271,6 +286,7 @@ ARCHITECTURES = (
         _GLM,
         nullable=NULLABLE | {"mlp_layer_types"},
         has_mtp_layers=True,
+        describe_mtp=partial(numbered_mtp, mixer=latent_attention, feed_forward=_glm_experts),
         family="GLM-4.7-Flash",
     ),
     Composite(

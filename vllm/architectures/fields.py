@@ -36,6 +36,9 @@ _LIMITS = {
     "conv_kernel": 8,
     "n_routed_experts": 4096,
 }
+# How many layers of multi-token prediction a checkpoint has, by the names that families give it.
+MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers",
+              "num_mtp_layers", "mtp_num_layers")  # fmt: skip
 ROPE_LISTS = ("short_factor", "long_factor")
 ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings",
                 "partial_rotary_factor", "low_freq_factor", "high_freq_factor")  # fmt: skip

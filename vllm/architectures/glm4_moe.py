@@ -1,10 +1,16 @@
 """GLM-4.5, 4.6 and 4.7: partly rotated heads, the first layers dense, then experts by sigmoid
-scores beside a shared one. A layer of multi-token prediction follows and is skipped."""
+scores beside a shared one. A layer of multi-token prediction follows."""
 
 from functools import partial
 
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
-from vllm.architectures.build import AttentionKind, attention, decoder, gated_mlp
+from vllm.architectures.build import (
+    AttentionKind,
+    attention,
+    decoder,
+    gated_mlp,
+    numbered_mtp,
+)
 from vllm.architectures.decoder import Attention, FeedForward, NormKind
 from vllm.architectures.deepseek_v3 import V3_ROUTER, experts
 from vllm.architectures.fields import Fields
@@ -54,6 +60,7 @@ ARCHITECTURES = (
         renamed_fields={"num_local_experts": "n_routed_experts"},
         partial_rotary_factor=0.5,
         has_mtp_layers=True,
-        family="GLM-4.5, 4.6 and 4.7, without the layer of multi-token prediction",
+        describe_mtp=partial(numbered_mtp, mixer=_attention, feed_forward=_feed_forward),
+        family="GLM-4.5, 4.6 and 4.7",
     ),
 )

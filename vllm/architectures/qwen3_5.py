@@ -14,8 +14,16 @@ from vllm.architectures.build import (
     gated_mlp,
     gated_mlp_of,
     moe,
+    separate_mtp,
 )
-from vllm.architectures.decoder import Attention, DeltaNet, DeltaRule, FeedForward, MoE
+from vllm.architectures.decoder import (
+    Attention,
+    DeltaNet,
+    DeltaRule,
+    FeedForward,
+    MoE,
+    MTPSpec,
+)
 from vllm.architectures.fields import Fields
 from vllm.architectures.kv_cache import RecurrentStateSpec
 from vllm.architectures.router import Router
@@ -36,6 +44,10 @@ def mixer(fields: Fields, layer: int, is_interleaved: bool = False) -> Attention
         )
     if kind == "linear_attention":
         return fields.once("delta_net", lambda: _delta_net(fields, is_interleaved))
+    return _gated_attention(fields)
+
+
+def _gated_attention(fields: Fields) -> Attention:
     if not fields.flag("attn_output_gate", True):
         raise CheckpointError(
             f"{fields.source}: attn_output_gate = False is not supported: it takes true"
@@ -45,6 +57,12 @@ def mixer(fields: Fields, layer: int, is_interleaved: bool = False) -> Attention
         fields,
         AttentionKind(qkv_bias=bias, output_bias=bias, is_gated=True, qk_norm="rms_zero_centred"),
     )
+
+
+def mtp(fields: Fields, feed_forward: Callable[[Fields, int], FeedForward]) -> MTPSpec:
+    """A layer of full attention, and of the feed-forward of the last layer."""
+    last = fields.size("num_hidden_layers") - 1
+    return separate_mtp(fields, _gated_attention(fields), feed_forward(fields, last))
 
 
 def _delta_net(fields: Fields, is_interleaved: bool) -> DeltaNet:
@@ -148,6 +166,7 @@ def _models(
         # 5-shot).
         ue8m0_requant_loses_accuracy=True,
         family=family,
+        describe_mtp=partial(mtp, feed_forward=feed_forward),
         **_CHECKPOINTS,
     )
     whole = Composite(
@@ -155,7 +174,7 @@ def _models(
         (f"{hf_name}ForConditionalGeneration",),
         (text.model_type,),
         notice="Qwen3.5: serving the text model; images are not supported, and weights for vision "
-        "and for multi-token prediction are skipped",
+        "are skipped",
         family=family,
         **_CHECKPOINTS,
     )

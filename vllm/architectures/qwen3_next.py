@@ -5,7 +5,9 @@ from functools import partial
 from vllm.architectures.architecture import CAUSAL_LM, Architecture
 from vllm.architectures.build import decoder
 from vllm.architectures.qwen import feed_forward, moe_with_shared_expert
-from vllm.architectures.qwen3_5 import layer_types, mixer
+from vllm.architectures.qwen3_5 import layer_types, mixer, mtp
+
+_feed_forward = partial(feed_forward, make_moe=moe_with_shared_expert)
 
 ARCHITECTURES = (
     Architecture(
@@ -14,7 +16,7 @@ ARCHITECTURES = (
         partial(
             decoder,
             mixer=partial(mixer, is_interleaved=True),
-            feed_forward=partial(feed_forward, make_moe=moe_with_shared_expert),
+            feed_forward=_feed_forward,
             norm="rms_zero_centred",
         ),
         CAUSAL_LM
@@ -47,6 +49,7 @@ ARCHITECTURES = (
         derives_layer_types=("full_attention_interval",),
         partial_rotary_factor=0.25,
         skipped_tensors=("mtp.",),
-        family="Qwen3-Next, without the layers of multi-token prediction",
+        describe_mtp=partial(mtp, feed_forward=_feed_forward),
+        family="Qwen3-Next",
     ),
 )

@@ -128,13 +128,16 @@ def model_type(config: Mapping[str, Any]) -> str:
     return str(text_config(config)["model_type"])
 
 
-def describe(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Decoder:
+def describe(
+    config: Mapping[str, Any], tensors: Iterable[str] = (), with_mtp: bool = False
+) -> Decoder:
     """The decoder of a config.json as read. tensors: names of those that the checkpoint has, as far
-    as they are at hand. CheckpointError names the field that is wrong."""
+    as they are at hand. with_mtp: also what drafts tokens; ConfigError where it has nothing.
+    CheckpointError names the field that is wrong."""
     text = text_config(config)
     architecture = text_architecture(text["model_type"])
     assert architecture is not None
-    decoder = architecture.decoder(text)
+    decoder = architecture.decoder(text, with_mtp=with_mtp)
     is_tied = ties_embeddings(config, known()[config["model_type"]], tensors)
     return decoder.with_tied_head() if is_tied else decoder
 

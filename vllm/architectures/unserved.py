@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from vllm.architectures.build import AttentionKind, attention, dim, gated_mlp_of
 from vllm.architectures.decoder import GATED, SINKS, SOFTCAP, ExpertsSpec, Item, layer_prefix
 from vllm.architectures.deepseek_v3 import latent_attention
-from vllm.architectures.fields import Fields
+from vllm.architectures.fields import MTP_FIELDS, Fields
 from vllm.architectures.kv_cache import MLA
 from vllm.architectures.router import Router, checked
 from vllm.architectures.sharding import Dim, LinearSpec, Part, linear
@@ -17,7 +17,6 @@ from vllm.architectures.unserved_fields import (
     EXPERT_SIZES,
     EXPERTS,
     MLP_SIZES,
-    MTP,
     SHARED,
     SHARED_SIZES,
     TOP_K,
@@ -44,7 +43,7 @@ def layers_of(fields: UnservedFields) -> tuple[list[tuple[str, Item]], list[str]
 
 def left_out_of(fields: UnservedFields) -> list[str]:
     """What a config has besides the layers that are read, in words."""
-    num_predicting = fields.count(*MTP)
+    num_predicting = fields.count(*MTP_FIELDS)
     texts = [f"{num_predicting} x multi-token prediction"] if num_predicting else []
     if fields.get("mamba_num_heads") or fields.get("mamba_n_heads"):
         texts.append("the convolutions and state updates of mamba layers")

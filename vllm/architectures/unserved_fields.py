@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.architectures.decoder import GATED
-from vllm.architectures.fields import Fields
+from vllm.architectures.fields import MTP_FIELDS, Fields
 from vllm.errors import CheckpointError
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
@@ -20,8 +20,8 @@ SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 SHARED_SIZES = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
                  "shared_intermediate_size")  # fmt: skip
 ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
-MTP = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers", "mtp_num_layers")
-_ALIASES = (EXPERTS, TOP_K, EXPERT_SIZES, MLP_SIZES, SHARED, SHARED_SIZES, ACTIVATIONS, MTP)
+_ALIASES = (EXPERTS, TOP_K, EXPERT_SIZES, MLP_SIZES, SHARED, SHARED_SIZES, ACTIVATIONS,
+            MTP_FIELDS)  # fmt: skip
 # What other fields say too, where a config has both.
 _OTHERWISE = ("head_dim", "num_key_value_heads", "num_attention_heads", "layer_types",
               "interleave_moe_layer_step", "full_attention_interval")  # fmt: skip

@@ -15,7 +15,7 @@ from vllm.errors import CheckpointError, ConfigError
 from vllm.kernels.report.question import dtype_of
 from vllm.machine import Device
 from vllm.platforms.installed import installed_device
-from vllm.utils.dataclasses import dataclass, field
+from vllm.utils.dataclasses import dataclass, field, replace
 from vllm.utils.hub import read_json_object, resolve_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -87,8 +87,15 @@ class ModelConfig:
     @property
     def slot_name(self) -> Callable[[str], str | None]:
         """As of the architecture, for this number of layers."""
-        num_layers = len(self.decoder.layers) if self.decoder is not None else None
-        return partial(self.architecture.slot_name, num_layers=num_layers)
+        decoder = self.decoder
+        num_layers = len(decoder.layers) if decoder is not None else None
+        drafts = decoder is not None and decoder.mtp is not None
+        return partial(self.architecture.slot_name, num_layers=num_layers, drafts=drafts)
+
+    def with_mtp(self) -> "ModelConfig":
+        """With the checkpoint's layer of multi-token prediction; ConfigError where it has none."""
+        source = str(self.path / "config.json")
+        return replace(self, decoder=_decoder(source, self.hf_config, with_mtp=True))
 
     def ties_embeddings(self, tensors: Iterable[str]) -> bool:
         """Whether the output projection is the embedding's weight. tensors: names of those that the
@@ -203,7 +210,7 @@ def with_hf_overrides(raw: dict[str, Any], overrides: dict[str, Any], name: str)
     return merged
 
 
-def _decoder(source: str, config: Any) -> Decoder:
+def _decoder(source: str, config: Any, with_mtp: bool = False) -> Decoder:
     """What the text model is made of, by the class that config.json names."""
     named = served(getattr(config, "architectures", None) or [])
     text = config.get_text_config()
@@ -220,7 +227,7 @@ def _decoder(source: str, config: Any) -> Decoder:
                 f"{source}: model_type {text.model_type!r} has no {name}, which the architecture "
                 f"that it names needs: one of the two is wrong"
             )
-    return architecture.decoder(fields, source)
+    return architecture.decoder(fields, source, with_mtp)
 
 
 def _source(path: Path, overrides: dict[str, Any]) -> str:

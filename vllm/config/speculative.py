@@ -3,54 +3,67 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config.model import ModelConfig
 from vllm.errors import ConfigError, did_you_mean
-from vllm.utils.dataclasses import dataclass, fields
+from vllm.utils.dataclasses import dataclass
 
-SPECULATIVE_METHODS = ("ngram",)
-# Draft tokens of a request and step: at most, and where the user sets no number.
+NGRAM, DRAFT_MODEL, MTP = SPECULATIVE_METHODS = "ngram", "draft_model", "mtp"
+# Names of mtp that upstream has for single families.
+_MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+# Draft tokens of a request and step, at most; and by method, where the user sets no number: those
+# of a model cost a pass of it each.
 MOST_DRAFT_TOKENS = 32
-AUTO_DRAFT_TOKENS = 16
+AUTO_DRAFT_TOKENS = {NGRAM: 16, DRAFT_MODEL: 4, MTP: 4}
 # Draft tokens of all requests of a step: their logits take memory.
 STEP_DRAFT_TOKENS = 128
+# Of the names of a draft model's layers in reports.
+DRAFT_PREFIX = "draft."
 _MOST_LOOKUP = 64
 _DEFAULT_LOOKUP = 2, 5
 
-# Methods of upstream's that need weights of their own.
-_OTHER_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "suffix")
+_COMMON_KEYS = ("method", "num_speculative_tokens", "disable_by_batch_size")
+_OWN_KEYS = {
+    NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
+    DRAFT_MODEL: ("model",),
+    MTP: (),
+}
+# Methods of upstream's that are not served.
+_OTHER_METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "suffix")
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """method: one of SPECULATIVE_METHODS. num_speculative_tokens: draft tokens of a request and
     step, at most. prompt_lookup_min, prompt_lookup_max: lengths of the n-grams that ngram looks up.
-    disable_by_batch_size: with more requests than this, none drafts; None for no limit.
+    disable_by_batch_size: with more requests than this, none drafts; None for no limit. model:
+    folder or hub name of what drafts with draft_model; draft_model_config: what its files say.
     """
 
-    method: str = SPECULATIVE_METHODS[0]
-    num_speculative_tokens: int = AUTO_DRAFT_TOKENS
+    method: str = NGRAM
+    num_speculative_tokens: int = AUTO_DRAFT_TOKENS[NGRAM]
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]
     prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
     disable_by_batch_size: int | None = None
+    model: str = ""
+    draft_model_config: ModelConfig | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model, or a layer of one, drafts."""
+        return self.method != NGRAM
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":
-        """From the JSON object of `--speculative-config`; ConfigError for what it cannot be."""
-        names = [f.name for f in fields(cls)]
-        unknown = [name for name in given if name not in names]
-        method = given.get("method")
-        if method not in SPECULATIVE_METHODS and not (unknown and method is None):
-            raise _error(_wrong_method(method))
-        for name in unknown:
-            raise _error(
-                f"unknown key {name!r}{did_you_mean(name, names)}; it takes {', '.join(names)}"
-            )
+        """From the JSON object of `--speculative-config`; ConfigError for what it cannot be. What
+        it says of a model is not looked up yet."""
+        method = _method(given)
         num_tokens = given.get("num_speculative_tokens", "auto")
         least, most = _lookup(given)
         limit = given.get("disable_by_batch_size")
         return cls(
             method=method,
             num_speculative_tokens=(
-                AUTO_DRAFT_TOKENS
+                AUTO_DRAFT_TOKENS[method]
                 if num_tokens == "auto"
                 else _number("num_speculative_tokens", num_tokens, MOST_DRAFT_TOKENS, " or auto")
             ),
@@ -59,7 +72,30 @@ class SpeculativeConfig:
             disable_by_batch_size=(
                 None if limit is None else _number("disable_by_batch_size", limit, 1 << 20)
             ),
+            model=_model(given) if method == DRAFT_MODEL else "",
         )
+
+
+def _method(given: Mapping[str, Any]) -> str:
+    """ConfigError also where it does not take all keys."""
+    method = given.get("method")
+    method = MTP if method in _MTP_NAMES else method
+    known = [*_COMMON_KEYS, *(key for keys in _OWN_KEYS.values() for key in keys)]
+    names = [*_COMMON_KEYS, *_OWN_KEYS[method]] if method in SPECULATIVE_METHODS else known
+    wrong = next((name for name in given if name not in names), None)
+    if method not in SPECULATIVE_METHODS and (method is not None or wrong is None):
+        raise draft_error(_wrong_method(method))
+    if wrong in known:
+        owner = next(name for name, keys in _OWN_KEYS.items() if wrong in keys)
+        raise draft_error(
+            f"key {wrong!r} belongs to method {owner}, and the method is {method}, which takes "
+            f"{', '.join(names)}: leave it out"
+        )
+    if wrong is not None:
+        raise draft_error(
+            f"unknown key {wrong!r}{did_you_mean(wrong, names)}; it takes {', '.join(names)}"
+        )
+    return str(method)
 
 
 def _wrong_method(method: object) -> str:
@@ -67,13 +103,20 @@ def _wrong_method(method: object) -> str:
     if method is None:
         return f"no method is given: {accepted}"
     if method in _OTHER_METHODS or str(method).endswith("_mtp"):
-        return (
-            f"method {method!r} is not supported here, whether or not the checkpoint has draft "
-            f"weights: {accepted}, which needs none"
-        )
+        return f"method {method!r} is not supported here: {accepted}, which needs no weights"
     return (
         f"method {method!r} is unknown{did_you_mean(str(method), SPECULATIVE_METHODS)}; {accepted}"
     )
+
+
+def _model(given: Mapping[str, Any]) -> str:
+    model = given.get("model")
+    if not isinstance(model, str) or not model.strip():
+        raise draft_error(
+            f"model {model!r}: method draft_model takes the folder or hub name of a smaller model "
+            f"with the same vocabulary"
+        )
+    return model
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -87,7 +130,7 @@ def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
     least = values.get("prompt_lookup_min", min(least, values.get("prompt_lookup_max", least)))
     most = values.get("prompt_lookup_max", max(most, least))
     if least > most:
-        raise _error(
+        raise draft_error(
             f"prompt_lookup_min {least} is more than prompt_lookup_max {most}; swap them, or leave "
             f"one out"
         )
@@ -96,9 +139,9 @@ def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:
 
 def _number(name: str, value: Any, most: int, also: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise _error(f"{name} {value!r} is out of range: it takes 1 to {most}{also}")
+        raise draft_error(f"{name} {value!r} is out of range: it takes 1 to {most}{also}")
     return value
 
 
-def _error(text: str) -> ConfigError:
+def draft_error(text: str) -> ConfigError:
     return ConfigError(f"--speculative-config: {text}")

@@ -88,8 +88,20 @@ class VllmConfig:
         decoder = self.model_config.decoder
         if decoder is None or self.cache_config.disable_hybrid_kv_cache_manager:
             return WHOLE
+        if self.speculative_config is not None and self.speculative_config.has_model:
+            return WHOLE  # what drafts keeps all tokens, under the same block ids
         caches = (layer.mixer.cache for layer in decoder.layers if layer.mixer is not None)
         return cache_groups(caches, self.parallel_config.tensor_parallel_size)
+
+    @property
+    def num_draft_blocks(self) -> int:
+        """Blocks of the KV cache of a model or layer that drafts, beside those of requests: for
+        draft tokens that have none yet."""
+        drafts = self.speculative_config
+        if drafts is None or not drafts.has_model:
+            return 0
+        of_one = -(-drafts.num_speculative_tokens // self.cache_config.block_size)
+        return min(self.scheduler_config.max_num_seqs * of_one, STEP_DRAFT_TOKENS)
 
     @property
     def snapshot_slots(self) -> range:

@@ -79,7 +79,8 @@ class ModelRunnerOutput:
     vectors of pooling requests. draft_token_ids: proposals to verify in the next step. errors: why
     requests got no token. out_of_memory: those of `errors` for which memory ran out; the others
     have non-finite logits. compile_waits: Unix time of the begin, and seconds, of each compilation
-    of a kernel since the last step. rows: what its kernels computed.
+    of a kernel since the last step. rows: what its kernels computed. catch_up_seconds: of the time
+    for proposals, what tokens took that what drafts had not seen before.
     """
 
     request_ids: list[str] = field(default_factory=list)
@@ -92,6 +93,7 @@ class ModelRunnerOutput:
     out_of_memory: set[str] = field(default_factory=set)
     compile_waits: list[tuple[float, float]] = field(default_factory=list)
     rows: StepRows = StepRows(0, 0, 0)
+    catch_up_seconds: float = 0.0
 
 
 class EngineOutput(msgspec.Struct, array_like=True):

@@ -1,6 +1,8 @@
 """How many tokens to draft: by the load, by what is accepted, and by whether it pays."""
 
+import math
 from collections import Counter
+from collections.abc import Iterable
 from statistics import median
 
 from vllm.config.speculative import SpeculativeConfig
@@ -11,9 +13,14 @@ _FIRST_DRAFT = 4
 # Decode steps with drafts before those without are timed, and steps of every later measurement.
 _FIRST_STEPS = 32
 _TRIAL_STEPS = 16
-# Measurements of the faster way until the other one is tried again: a trial of 6 % of the steps, at
-# a loss of 30 %, costs less than 2 %. Drafts that did not pay are tried half as often each time.
+# Measurements of the faster way until the other one is tried again, at least, and as often as a
+# trial of drafts that did not pay lost no more than this share of the time. They are tried half as
+# often each time.
 _HELD, _MOST_HELD = 16, 64
+_MOST_LOST = 0.02
+_LONGEST_HELD = 4096
+# Of what a drafter took to catch up, what each measurement is charged with.
+_CHARGED = 1 / 8
 
 
 class DraftTrials:
@@ -21,7 +28,8 @@ class DraftTrials:
 
     Both ways are timed in turn, and the slower one again from time to time, since what clients send
     changes: at once where drafts give less than steps without gave. The median of the times is
-    compared, so one slow step decides nothing.
+    compared, so one slow step decides nothing. What a drafter takes for prompts, and for what it
+    missed while nothing was drafted, counts besides, spread over several measurements.
     """
 
     def __init__(self) -> None:
@@ -32,6 +40,12 @@ class DraftTrials:
         self._seconds: list[float] = []
         self._num_tokens = 0
         self._rates: dict[bool, float] = {}
+        self._plain = 1e-9  # seconds of a measurement without drafts
+        self._owed = 0.0
+
+    def owe(self, seconds: float) -> None:
+        """A drafter took so long for tokens that no decode step gave."""
+        self._owed += seconds
 
     def record(self, was_on: bool, num_tokens: int, seconds: float) -> None:
         """A decode step gave `num_tokens`, `seconds` after the one before."""
@@ -42,13 +56,21 @@ class DraftTrials:
         self._num_left -= 1
         if self._num_left > 0:
             return
-        timed = median(self._seconds) * len(self._seconds)
-        self._rates[self.is_on] = self._num_tokens / max(timed, 1e-9)
+        timed, num_tokens = median(self._seconds) * len(self._seconds), self._num_tokens
+        owed = self._owed
+        if self.is_on:
+            self._owed *= 1 - _CHARGED
+            timed += owed * _CHARGED
+        else:
+            self._plain = max(timed, 1e-9)
+        self._rates[self.is_on] = num_tokens / max(timed, 1e-9)
         self._seconds, self._num_tokens, self._num_left = [], 0, _TRIAL_STEPS
-        self._decide()
+        lost = timed + self._owed - num_tokens / max(self._rates.get(False, 0.0), 1e-9)
+        self._decide(math.ceil(lost / self._plain / _MOST_LOST))
 
-    def _decide(self) -> None:
-        """After a measurement: of what is held, or of a trial."""
+    def _decide(self, least_held: int) -> None:
+        """After a measurement: of what is held, or of a trial, which lost what as many measurements
+        may lose."""
         if len(self._rates) < 2:
             self.is_on = False
             return
@@ -62,7 +84,10 @@ class DraftTrials:
             self._patience = _HELD
         elif self.is_on:
             self._patience = min(2 * self._patience, _MOST_HELD)
-        self.is_on, self._num_held = pays, self._patience
+        was_on, self.is_on, self._num_held = self.is_on, pays, self._patience
+        if was_on and not pays:
+            self._num_held = max(self._num_held, min(least_held, _LONGEST_HELD))
+            self._owed = 0.0  # it is paid for
 
 
 class Speculation:
@@ -82,13 +107,17 @@ class Speculation:
         self.num_draft_tokens = 0
         self.accepted_at: Counter[int] = Counter()
 
-    def max_draft_tokens(self, num_running: int) -> int:
+    def max_draft_tokens(self, num_running: int, request_ids: Iterable[str] = ()) -> int:
         """Tokens to draft for each request after a step with `num_running` requests; 0 where it
-        does not pay."""
+        does not pay. request_ids: of these; no longer than the longest draft of them where each
+        token costs a pass of a model."""
         limit = self._config.disable_by_batch_size
         if limit is not None and num_running > limit:
             return 0
-        return self._config.num_speculative_tokens if self._trials_at(num_running).is_on else 0
+        if not self._trials_at(num_running).is_on:
+            return 0
+        most = self._config.num_speculative_tokens
+        return max(map(self.length, request_ids), default=most) if self._config.has_model else most
 
     def length(self, request_id: str) -> int:
         """Tokens of the next draft of a request, at most."""
@@ -118,12 +147,15 @@ class Speculation:
         num_drafted = sum(map(len, drafts.values()))
         num_rows = len(output.request_ids)
         has_prompts = scheduled.scheduled_new_reqs or num_computed - num_drafted != num_rows
+        self._trials_at(len(scheduled.num_scheduled_tokens)).owe(output.catch_up_seconds)
         if has_prompts or output.compile_waits:
             self._last_end = None
         else:
             if self._last_end is not None:
-                trials, seconds = self._trials_at(num_rows), now - self._last_end
-                trials.record(scheduled.num_draft_tokens > 0, num_tokens, seconds)
+                seconds = now - self._last_end - output.catch_up_seconds
+                self._trials_at(num_rows).record(
+                    scheduled.num_draft_tokens > 0, num_tokens, seconds
+                )
             self._last_end = now
 
     def _trials_at(self, num_running: int) -> DraftTrials:

@@ -17,10 +17,10 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.config.cache import KV_CACHE_DTYPES
+from vllm.config.drafting import with_drafts
 from vllm.config.kernel import ON_UNMET
 from vllm.config.model import DTYPES
 from vllm.config.model_rule import REQUANT
@@ -288,14 +288,16 @@ class EngineArgs:
             # To keep recurrent states takes memory, and a step more for each prompt.
             cache["enable_prefix_caching"] = not model_config.has_recurrent_states
         kernel = (self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ())
-        drafts = self.speculative_config
+        model_config, speculative_config = with_drafts(
+            self.speculative_config, model_config, parallel_config, device
+        )
         return VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(**cache),
             scheduler_config=self._scheduler_config(model_config, parallel_config, device),
             parallel_config=parallel_config,
             kernel_config=KernelConfig(**self._arguments_of(KernelConfig, kernel=kernel)),
-            speculative_config=None if drafts is None else SpeculativeConfig.of(drafts),
+            speculative_config=speculative_config,
         )
 
     def _scheduler_config(

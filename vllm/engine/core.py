@@ -144,8 +144,9 @@ class EngineCore:
             outputs += self._finish_running()
         scheduled = self.scheduler.schedule()
         if self.speculation is not None:
-            num_running = len(self.scheduler.running)
-            scheduled.num_draft_tokens = self.speculation.max_draft_tokens(num_running)
+            scheduled.num_draft_tokens = self.speculation.max_draft_tokens(
+                len(self.scheduler.running), (r.request_id for r in self.scheduler.running)
+            )
         if self.dp_coordinator is not None:
             scheduled.num_tokens_across_dp, scheduled.uniform_decode = self.dp_coordinator.sync(
                 sum(scheduled.num_scheduled_tokens.values()),

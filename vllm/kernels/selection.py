@@ -37,7 +37,8 @@ class Selection:
     known: what is known of kernel times on this chip. variables: those that are set and
     that `policy` follows. is_emulated: the chip is not at
     hand. emulated: by family, who chooses instead of this one. records: (layer, decision) in the
-    order of asking. ledger: what was re-quantised at load.
+    order of asking. ledger: what was re-quantised at load. prefix: of the names of all layers,
+    where another model's are beside them.
     """
 
     device: Device
@@ -49,6 +50,7 @@ class Selection:
     emulated: "dict[str, Selection]" = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         self._by_layer = [override for override in self.policy.overrides if override.pattern != "*"]
@@ -61,15 +63,22 @@ class Selection:
         emulated = {family: one.afresh() for family, one in self.emulated.items()}
         return replace(self, emulated=emulated, records=[], ledger=Ledger())
 
+    def beside(self, other: "Selection", prefix: str) -> "Selection":
+        """Of a second model of the engine, whose decisions are listed with those of `other`."""
+        return replace(self, records=other.records, ledger=other.ledger, prefix=prefix)
+
     def choose(self, layer: str, problem: Problem) -> Decision:
         """The decision for `layer`; NoKernelError with every reason when nothing can serve it."""
         decision = self.decide(layer, problem)
         if decision.chosen is None:
-            raise NoKernelError(f"no kernel for {layer}\n{text_report.table(decision)}", decision)
+            raise NoKernelError(
+                f"no kernel for {self.prefix}{layer}\n{text_report.table(decision)}", decision
+            )
         return decision
 
     def decide(self, layer: str, problem: Problem) -> Decision:
         """The same, with `chosen=None` instead of an error."""
+        layer = self.prefix + layer
         elsewhere = self.emulated.get(problem.family)
         decision = elsewhere.decide(layer, problem) if elsewhere else self._decided_for(problem)
         if decision is None:
@@ -115,7 +124,7 @@ class Selection:
 
     def replace(self, layer: str, earlier: Decision, problem: Problem) -> Decision:
         """Decides anew for `layer`, of whose weight more is known now than at first."""
-        position = self.records.index((layer, earlier))
+        position = self.records.index((self.prefix + layer, earlier))
         decision = self.choose(layer, problem)
         self.records[position] = self.records.pop()
         return decision

@@ -5,7 +5,7 @@ needs calibration: activations are scaled when they are there (8 bits) or not qu
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -141,6 +141,63 @@ def _int8(weight_format: WeightFormat) -> Format:
         return {name: codes, name + "_scale": scales}
 
     return Format(_compressed_tensors("int-quantized", weights, inputs), quantise)
+
+
+# ---------------------------------------------------------------- output projection
+
+HEAD_GROUP = 32
+"""Columns that share a scale in an output projection of int8."""
+
+
+def with_int8_head(chosen: Format) -> Format:
+    """The same format, in a config that says that the output projection has int8."""
+    if chosen.config["quant_method"] == "fp8":
+        chosen = _in_groups(chosen)
+    weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": HEAD_GROUP}
+    head = _compressed_tensors("int-quantized", weights | {"dynamic": False}, None)
+    groups = {
+        "group_0": chosen.config["config_groups"]["group_0"] | {"format": chosen.config["format"]},
+        "group_1": head["config_groups"]["group_0"]
+        | {"format": head["format"], "targets": ["lm_head"]},
+    }
+    config = {"format": "mixed-precision", "config_groups": groups, "ignore": []}
+    return replace(chosen, config=chosen.config | config)
+
+
+def _in_groups(fp8: Format) -> Format:
+    """FP8 blocks in the layout of compressed-tensors, which can name other formats beside them."""
+    block = fp8.config["weight_block_size"]
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": block[1]}
+
+    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+        found = fp8.quantise(name, weight).items()
+        return {given.replace("_scale_inv", "_scale"): tensor for given, tensor in found}
+
+    config = _compressed_tensors(
+        "float-quantized", weights | {"dynamic": False}, inputs | {"dynamic": True}
+    )
+    return Format(config, quantise)
+
+
+def quantise_head(weight: Tensor) -> dict[str, Tensor]:
+    """weight [N, K] as int8 in groups. Scales are the largest magnitude of a group / 127, in
+    float16 where its range has all of them: a matrix in GGUF's Q8_0 comes out as it is stored."""
+    if weight.shape[1] % HEAD_GROUP:
+        raise ValueError(f"{weight.shape[1]} columns are not whole groups of {HEAD_GROUP}")
+    groups = weight.float().reshape(-1, HEAD_GROUP)
+    amax = groups.abs().amax(1, keepdim=True)
+    if not bool(torch.isfinite(amax).all()):
+        raise ValueError("the weight holds NaN or infinity and cannot be quantised")
+    scales = (amax / int8_ops.INT8_MAX).masked_fill(amax == 0, 1)
+    half = torch.finfo(torch.float16)
+    if bool(((scales >= half.tiny) & (scales <= half.max)).all()):
+        scales = scales.half()
+    codes, _ = int8_ops.quantise(groups, scales.float())
+    return {
+        "lm_head.weight": codes.view(weight.shape),
+        "lm_head.weight_scale": scales.view(len(weight), -1),
+    }
 
 
 _WRITERS: dict[str, Callable[[WeightFormat], Format]] = {

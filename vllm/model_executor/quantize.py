@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,23 @@ from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.selection import Selection
 from vllm.machine import Device, Lib, Libs
-from vllm.model_executor.checkpoint_formats import FORMATS
+from vllm.model_executor.checkpoint_formats import FORMATS, quantise_head, with_int8_head
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import Linear
 from vllm.model_executor.model_loader import model_context
 from vllm.model_executor.model_loader.checkpoint import INDEX_NAME, Checkpoint
 from vllm.model_executor.models.decoder import CausalLM
 
+Quantise = Callable[[str, Tensor], dict[str, Tensor]]
+"""(name, weight) -> what takes its place."""
 
-def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
-    """Quantises the linear layers and experts of the model in `source`, its output projection
-    excepted.
+
+def quantize_checkpoint(
+    source: Path, target: Path, format_name: str, has_int8_head: bool = False
+) -> None:
+    """Quantises the linear layers and experts of the model in `source`, and with `has_int8_head`
+    its output projection, to int8. One that is tied to the embedding gets a weight of its own;
+    the embedding stays as it is.
 
     `target` must not exist; it appears only when it is complete. Raises ConfigError or
     CheckpointError.
@@ -45,10 +52,19 @@ def quantize_checkpoint(source: Path, target: Path, format_name: str) -> None:
     checkpoint = Checkpoint(source)
     wanted = _quantised_weights(source, checkpoint)
     chosen = FORMATS[format_name](_num_columns(checkpoint, wanted))
+    changes: dict[str, Any] = {}
+    heads: dict[str, Quantise] = {}
+    if has_int8_head:
+        chosen = with_int8_head(chosen)
+        head, is_tied = _head_weight(source, checkpoint)
+        heads[head] = partial(_with_head, is_tied)
+        changes = {"tie_word_embeddings": False}
+    quantisers = dict.fromkeys(wanted, chosen.quantise) | heads
     with new_folder(target) as folder:
         _copy_other_files(source, folder)
-        _write_config(source, folder, chosen.with_ignored(_kept_weights(checkpoint, wanted)))
-        _write_weights(checkpoint, folder, wanted, chosen.quantise)
+        kept = _kept_weights(checkpoint, quantisers)
+        _write_config(source, folder, changes, chosen.with_ignored(kept))
+        _write_weights(checkpoint, folder, quantisers)
 
 
 @contextmanager
@@ -89,7 +105,22 @@ def _quantised_weights(source: Path, checkpoint: Checkpoint) -> set[str]:
     return {name for name in checkpoint.infos if slot_name(name) in ours}
 
 
-def _kept_weights(checkpoint: Checkpoint, wanted: set[str]) -> list[str]:
+def _head_weight(source: Path, checkpoint: Checkpoint) -> tuple[str, bool]:
+    """Checkpoint name of what the output projection multiplies by, and whether that is the
+    embedding."""
+    slot_name = ModelConfig.load(str(source), max_model_len=1).architecture.slot_name
+    names = {slot_name(name): name for name in checkpoint.infos}
+    for own, is_tied in (("lm_head.weight", False), ("model.embed_tokens.weight", True)):
+        if own in names:
+            return names[own], is_tied
+    raise CheckpointError(f"{source} has neither lm_head.weight nor embed_tokens.weight")
+
+
+def _with_head(is_tied: bool, name: str, weight: Tensor) -> dict[str, Tensor]:
+    return quantise_head(weight) | ({name: weight.clone()} if is_tied else {})
+
+
+def _kept_weights(checkpoint: Checkpoint, wanted: Collection[str]) -> list[str]:
     """Names, without `.weight`, of the other matrices but embeddings: other readers of the
     checkpoint may take each of them for a linear layer."""
     names = (
@@ -118,8 +149,12 @@ def _copy_other_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _write_config(source: Path, folder: Path, quantization_config: dict[str, Any]) -> None:
-    config = json.loads((source / "config.json").read_text())
+def _write_config(
+    source: Path, folder: Path, changes: dict[str, Any], quantization_config: dict[str, Any]
+) -> None:
+    config = json.loads((source / "config.json").read_text()) | changes
+    if "text_config" in config:
+        config["text_config"] |= changes
     config["quantization_config"] = quantization_config
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -127,8 +162,7 @@ def _write_config(source: Path, folder: Path, quantization_config: dict[str, Any
 def _write_weights(
     checkpoint: Checkpoint,
     folder: Path,
-    wanted: set[str],
-    quantise: Callable[[str, Tensor], dict[str, Tensor]],
+    quantisers: Mapping[str, Quantise],
 ) -> None:
     weight_map: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
@@ -138,7 +172,8 @@ def _write_weights(
     for name, tensor in tqdm(checkpoint.tensors(), "Quantising", len(files), unit="tensor"):
         tensor = tensor.contiguous()  # a part of a transposed stack is not
         try:
-            pieces = quantise(name, tensor) if name in wanted else {name: tensor.clone()}
+            quantise = quantisers.get(name)
+            pieces = quantise(name, tensor) if quantise else {name: tensor.clone()}
         except ValueError as error:
             raise CheckpointError(f"{files[name]}: {name}: {error}") from error
         pending.update(pieces)

@@ -42,7 +42,7 @@ PANEL_WIDTH = 32
 # E4M3 codes are widened as fp16 bit patterns, whose exponent is biased by eight more.
 _E4M3_FACTOR = 256.0
 _E4M3 = torch.float8_e4m3fn
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, _E4M3)
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, _E4M3, torch.int8)
 _QUAD_ROWS, _QUAD_BYTES = 4, 64
 _STORED_WHOLE, _INT4, _INT4_WITH_ZERO_POINTS, _E2M1 = range(4)
 
@@ -75,7 +75,7 @@ def pack_linear(
     block_k: int | None = None,
     bias: Tensor | None = None,
 ) -> LinearWeight:
-    """Packs `weight` [n, k] (float32, bfloat16, float16 or float8_e4m3fn) once, at load.
+    """Packs `weight` [n, k] (float32, bfloat16, float16, float8_e4m3fn or int8) once, at load.
 
     The layer's weight is `weight[i, j] * row_scales[i, j // block_k]`; `row_scales` is float32
     [n, ceil(k / block_k)], None for 1, and `block_k` defaults to k (one scale per row). `bias` is
@@ -110,6 +110,8 @@ def pack_linear(
         _check("row_scales", row_scales, torch.float32, (n, num_k_blocks))
     if is_e4m3:
         row_scales = row_scales * _E4M3_FACTOR
+    elif weight.dtype == torch.int8:  # has scales of groups, which are many
+        row_scales = _narrowed(row_scales)
     return LinearWeight(panels, _in_panels(row_scales), _padded("bias", bias, n), block_k, n, k)
 
 
@@ -216,6 +218,21 @@ def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor
         packed.scale_factors,
         packed.zero_points,
     )
+    return out
+
+
+def pack_heads(weights: Tensor) -> list[LinearWeight]:
+    """Packs `weights` [heads, k, n] of one product per head."""
+    return [pack_linear(weight.T.contiguous()) for weight in weights]
+
+
+def linear_heads(x: Tensor, packed: Sequence[LinearWeight], out: Tensor | None = None) -> Tensor:
+    """x [tokens, heads, k] -> [tokens, heads, n]: each head with its own weight. The last
+    dimensions are contiguous."""
+    if out is None:
+        out = x.new_empty((*x.shape[:2], packed[0].num_outputs))
+    for head, weight in enumerate(packed):
+        linear(x[:, head], weight, out[:, head])
     return out
 
 

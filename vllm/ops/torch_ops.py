@@ -55,6 +55,16 @@ def linear(x: Tensor, packed: LinearWeight, out: Tensor | None = None) -> Tensor
     return _deliver(y.to(x.dtype), out)
 
 
+def pack_heads(weights: Tensor) -> Tensor:
+    """Keeps `weights` [heads, k, n] of one product per head."""
+    return weights
+
+
+def linear_heads(x: Tensor, packed: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [tokens, heads, k] -> [tokens, heads, n]: each head with its own weight."""
+    return _deliver(torch.bmm(x.transpose(0, 1), packed).transpose(0, 1), out)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; weight float32."""
     wide = x.float()

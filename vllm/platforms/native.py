@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 LIBRARY_DIR = Path(__file__).parents[1] / "lib"
 LIBRARY_NAME = "libvllm_kernels.so"
 MANIFEST_NAME = "arch_manifest.json"
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 # What csrc/cpu/dispatch.cpp asks the chip for, the fastest first.
 _ISA_FLAGS = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512_bf16": {*_AVX512, "avx512_bf16", "avx512vbmi"},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
@@ -46,8 +48,8 @@ class NativeStatus:
 def load(isa: str | None = None) -> tvm_ffi.Module:
     """The library, loaded once per process.
 
-    `isa` ("avx512", "avx2" or "portable") changes which CPU kernels run from now on; None leaves
-    the choice made at load, the fastest that the chip executes.
+    `isa` ("avx512_bf16", "avx512", "avx2" or "portable") changes which CPU kernels run from now
+    on; None leaves the choice made at load, the fastest that the chip executes.
 
     Raises NativeLibraryError if the library is absent or does not load, ValueError for an
     instruction set that this build or chip lacks.

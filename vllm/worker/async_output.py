@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.core.outputs import ModelRunnerOutput, StepRows, TokenLogprobs
 from vllm.distributed.groups import wait_for
 from vllm.kernels.jit.monitor import MONITOR
+from vllm.worker.drafts import Proposals
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.numerics import BROKEN, NumericsWatch
 from vllm.worker.speculation import Verification
@@ -24,7 +25,7 @@ class AsyncModelRunnerOutput:
     None: at once. logprobs: by request, of its rows. pooled: vectors of pooling requests. rows: of
     its kernels. verification: None where nothing is verified or drafted. watch: of the layers, with
     --debug-numerics. first_broken: the first module it had found when the step was launched.
-    timeout_s: the longest wait.
+    timeout_s: the longest wait. catch_up_seconds: as in Proposals, before there was a result.
     """
 
     batch: InputBatch
@@ -40,6 +41,7 @@ class AsyncModelRunnerOutput:
     watch: NumericsWatch | None = None
     first_broken: str | None = None
     timeout_s: float | None = None
+    catch_up_seconds: float = 0.0
 
     def result(self) -> ModelRunnerOutput:
         """Waits for the step. To be called once, in the order of the steps."""
@@ -56,16 +58,19 @@ class AsyncModelRunnerOutput:
         if any(tokens[-1] == BROKEN for tokens in sampled):  # which no draft token is
             broken += [i for i, tokens in zip(self.request_ids, sampled) if tokens[-1] == BROKEN]
             sampled = [[] if tokens[-1] == BROKEN else tokens for tokens in sampled]
-        drafts = {}
+        drafts = Proposals({})
         if self.verification is not None:
-            drafts = self.verification.propose(self.batch, self.request_ids)
+            drafts = self.verification.propose(
+                [i for i, tokens in zip(self.request_ids, sampled) if tokens]
+            )
         return ModelRunnerOutput(
             request_ids=[*self.request_ids, *self.pooled],
             sampled_token_ids=sampled + [[] for _ in self.pooled],
             logprobs=self._logprobs_of(sampled),
             prompt_logprobs=self.prompt_logprobs,
             pooler_output=self.pooled,
-            draft_token_ids=drafts,
+            draft_token_ids=drafts.drafts,
+            catch_up_seconds=self.catch_up_seconds + drafts.catch_up_seconds,
             errors=dict.fromkeys(broken, self._what_broke()) if broken else {},
             compile_waits=[(made.end - made.seconds, made.seconds) for made in MONITOR.take()],
             rows=self.rows,

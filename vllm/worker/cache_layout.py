@@ -16,14 +16,25 @@ class CacheLayout:
     """tables: of every group, the same on all ranks but for strides. token_bytes: of a block of the
     pool, for each token of a block of the cache. whole_bytes: of a token in all layers."""
 
-    def __init__(self, layers: Sequence[Attention], groups: Sequence[CacheGroup], ranks: int):
-        """ranks: tensor-parallel ones."""
+    def __init__(
+        self,
+        layers: Sequence[Attention],
+        groups: Sequence[CacheGroup],
+        ranks: int,
+        drafting: Sequence[Attention] = (),
+        num_scratch: int = 0,
+    ):
+        """ranks: tensor-parallel ones. drafting: of the layers those that have `num_scratch` blocks
+        more, where `groups` are WHOLE."""
+        self._num_scratch = dict.fromkeys(drafting, num_scratch)
         self._layers = layers
         self._slots: list[list[tuple[Attention, int]]] = []
         self.tables = tuple(TableLayout(g.parts, g.parts, g.window) for g in groups)
         item_sizes = [layer.kernel.dtype.itemsize for layer in layers]
         sizes = (layer.cache_spec.token_bytes(n, ranks) for layer, n in zip(layers, item_sizes))
-        self.whole_bytes = sum(sizes)
+        each = dict(zip(layers, sizes))
+        self.whole_bytes = sum(each.values())
+        self.scratch_bytes = sum(num * each[layer] for layer, num in self._num_scratch.items())
         if groups == WHOLE or not layers:
             self.token_bytes = self.whole_bytes
             return
@@ -50,7 +61,8 @@ class CacheLayout:
         """Gives every layer its cache; returns all memory, each part once."""
         if not self._slots:
             for layer in self._layers:
-                layer.kernel.allocate(num_blocks, block_size, device)
+                own = num_blocks + self._num_scratch.get(layer, 0)
+                layer.kernel.allocate(own, block_size, device)
             kernels = [layer.kernel for layer in self._layers]
             return [cache for kernel in kernels for cache in (kernel.k_cache, kernel.v_cache)]
         half = num_blocks * block_size * self.token_bytes // len(self._slots) // 2

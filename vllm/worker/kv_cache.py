@@ -36,32 +36,36 @@ def allocate_kv_cache(
     peak_bytes: int,
     promised_bytes: int,
     agree: Callable[[float], float],
+    drafting: nn.Module | None = None,
 ) -> tuple[int, tuple[TableLayout, ...]]:
     """Gives every attention layer its part of the cache; returns the number of blocks, and where
     they lie for each cache group.
 
     peak_bytes: memory of a GPU that the largest step needs beyond what is allocated now.
     promised_bytes: memory of the CPU that is spoken for without being taken yet. agree: the least
-    number of all ranks, given that of this one.
+    number of all ranks, given that of this one. drafting: the part of the model whose layers
+    have blocks besides for drafts.
     """
     layers = _layers_with(model, FullAttentionSpec)
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_blocks
     num_bytes = config.cache_config.kv_cache_memory_bytes
     ranks = config.parallel_config.tensor_parallel_size
-    layout = CacheLayout(layers, config.cache_groups, ranks)
+    others = _layers_with(drafting, FullAttentionSpec) if drafting is not None else []
+    layout = CacheLayout(layers, config.cache_groups, ranks, others, config.num_draft_blocks)
     block_bytes = block_size * layout.token_bytes
+    scratch_bytes = block_size * layout.scratch_bytes
     if num_blocks is not None and layers:
         num_blocks = num_blocks * layout.whole_bytes // layout.token_bytes
     elif num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
     elif num_blocks is None and num_bytes is not None:
-        num_blocks = num_bytes // block_bytes
+        num_blocks = max(0, num_bytes - scratch_bytes) // block_bytes
     elif num_blocks is None and device.type == "cpu":
-        num_blocks = _num_blocks_on_cpu(block_bytes, config, promised_bytes)
+        num_blocks = _num_blocks_on_cpu(block_bytes, config, promised_bytes + scratch_bytes)
     elif num_blocks is None:
-        num_blocks = _num_blocks_on_gpu(block_bytes, config, peak_bytes)
+        num_blocks = _num_blocks_on_gpu(block_bytes, config, peak_bytes + scratch_bytes)
     num_blocks = int(agree(num_blocks))
     _check_size(block_bytes, config, device, num_blocks)
     caches = layout.allocate(num_blocks, block_size, device)

@@ -1,12 +1,13 @@
 """Runs the model on a scheduler output: computes logits and samples the next tokens."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.core.outputs import SchedulerOutput, StepRows, TokenLogprobs
@@ -22,6 +23,8 @@ from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
 from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, captured_prompts
+from vllm.worker.draft_model import load_draft_model
+from vllm.worker.drafts import Proposals, StepTokens
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
@@ -32,8 +35,10 @@ from vllm.worker.kv_cache import (
     fit_max_model_len,
     state_layers,
 )
+from vllm.worker.make_drafter import drafting_part, make_drafter
 from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.out_of_memory import FinishedOutput, compute_alone
+from vllm.worker.pooling import pooled_vectors
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import sample, widened
 from vllm.worker.sampling_rows import sampling_batch
@@ -65,10 +70,9 @@ class ModelRunner:
         self._warm_up: WarmUp | None = None
         with torch.inference_mode():
             with report.phase("weights"), naming_the_knob("--tensor-parallel-size (higher)"):
-                self.model = load_model(config, selection, parallel, self._begin_warm_up)
-                parallel.barrier("loaded")
+                self._load(config, selection)
             hang_s = min(HANG_SECONDS, (parallel.timeout_s or math.inf) / 2)  # before peers give up
-            calls = FirstCalls(self.model, selection, hang_s)
+            calls = FirstCalls(nn.ModuleList(self._models), selection, hang_s)
             with report.phase("compiling"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 finish_warm_up(self._warm_up)
                 self._call_kernels(calls, config, report)
@@ -82,14 +86,15 @@ class ModelRunner:
                 peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
                 self.num_blocks, tables = allocate_kv_cache(
-                    self.model, config, self.device, peak_bytes, state_bytes, parallel.engine.least
-                )
+                    nn.ModuleList(self._models), config, self.device, peak_bytes, state_bytes,
+                    parallel.engine.least, drafting_part(self._models),
+                )  # fmt: skip
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
-        scheduler = config.scheduler_config
         self.batch = make_batch(config, tables)
         pages = self.batch.max_blocks, self.batch.block_size, self.device, len(tables)
-        self._inputs = StepInputs(self._max_tokens, scheduler.max_num_seqs, *pages)
+        self._inputs = StepInputs(self._max_tokens, config.scheduler_config.max_num_seqs, *pages)
         self._inputs.planners = planners(self.model)
+        self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None
         self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
@@ -105,6 +110,13 @@ class ModelRunner:
         # Not of steps before requests, whose numbers mean nothing.
         debugs = config.model_config.debug_numerics
         self._watch = NumericsWatch(self.model) if debugs else None
+
+    def _load(self, config: VllmConfig, selection: Selection) -> None:
+        """The model, and before it the one that drafts for it, if there is one."""
+        draft = load_draft_model(config, selection, self._parallel)
+        self.model = load_model(config, selection, self._parallel, self._begin_warm_up)
+        self._models = [self.model] if draft is None else [self.model, draft]
+        self._parallel.barrier("loaded")
 
     def _begin_warm_up(self, selection: Selection) -> None:
         """Compiles kernels while weights are read."""
@@ -132,7 +144,7 @@ class ModelRunner:
         num_seqs = config.scheduler_config.max_num_seqs
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        for module in self.model.modules():
+        for module in nn.ModuleList(self._models).modules():
             if isinstance(module, Attention):
                 module.kernel.allocate(1, config.cache_config.block_size, self.device)
         self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
@@ -141,9 +153,10 @@ class ModelRunner:
         calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
         torch.cuda.reset_peak_memory_stats()
         for count, max_seq_len in ((1, num_tokens), (most, longest)):
-            hidden = self.model(inputs.padding(num_tokens, count, max_seq_len))
-            self.model.compute_logits(hidden[: config.max_num_logits])
-            del hidden
+            for model in self._models:
+                hidden = model(inputs.padding(num_tokens, count, max_seq_len))
+                model.compute_logits(hidden[: config.max_num_logits])
+                del hidden
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.max_memory_allocated() - before
         if self._prompt_shapes:  # graphs keep their activations allocated
@@ -182,8 +195,10 @@ class ModelRunner:
                 self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
 
     def _decode_once(self, size: int) -> Tensor:
+        """Logits; hidden states where what drafts reads them."""
         self._parallel.num_tokens_across_dp = (size,) * self._parallel.data.size
-        return self.model.compute_logits(self.model(self._inputs.decode_batch(size)))
+        hidden: Tensor = self.model(self._inputs.decode_batch(size))
+        return hidden if self._drafter.reads_hidden else self.model.compute_logits(hidden)
 
     def _prompts_once(self, shape: PromptShape) -> Tensor:
         self._parallel.num_tokens_across_dp = (shape.tokens,) * self._parallel.data.size
@@ -268,21 +283,20 @@ class ModelRunner:
         last = np.cumsum(counts) - 1
         sampled = SampledRows.of(last[complete], rows[complete], batch.num_drafts[rows[complete]])
         if size is not None:
-            assert self._graphs is not None
-            self._inputs.fill_decode(batch, rows, starts, size)
-            logits = self._graphs.replay(size)[: len(rows)]
-            prompt_logprobs = {}
+            logits, hidden = self._decoded(size, rows, starts)
+            computed, prompt_logprobs = StepTokens(rows, counts, starts, hidden), {}
             step_rows = self._step_rows(size, size)
         else:
             read = self._read_rows(scheduler_output, last, sampled.tokens)
             hidden, num_tokens = self._hidden(rows, counts, starts, read)
+            computed = StepTokens(rows, counts, starts, hidden)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(sampled.tokens):
                     hidden = hidden[to_device(sampled.tokens, self.device)]
                 is_pooled = batch.wants_pooling[sampled.rows]
                 if is_pooled.any():
-                    pooled = self._pool(hidden[is_pooled], sampled.rows[is_pooled])
+                    pooled = pooled_vectors(batch, hidden[is_pooled], sampled.rows[is_pooled])
                     hidden, sampled = hidden[~is_pooled], sampled.only(~is_pooled)
                 if len(sampled.rows):
                     logits = self.model.compute_logits(hidden)
@@ -291,28 +305,25 @@ class ModelRunner:
         snapshots = scheduler_output.state_snapshots.items()
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(sampled.rows) == 0:
-            return self._without_tokens(prompt_logprobs, pooled, step_rows)
-        verification = self._verification(scheduler_output)
+            drafted = self._propose(scheduler_output.num_draft_tokens, computed, ())
+            return self._without_tokens(prompt_logprobs, pooled, step_rows, drafted)
+        verification = self._verification(scheduler_output, computed)
         return self._sample(
-            logits, sampled, verification, bitmasks, prompt_logprobs, pooled, step_rows
+            logits, sampled, computed, verification, bitmasks, prompt_logprobs, pooled, step_rows
         )
+
+    def _decoded(self, size: int, rows: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Logits of a captured step, and hidden states where what drafts reads them."""
+        assert self._graphs is not None
+        self._inputs.fill_decode(self.batch, rows, starts, size)
+        found = self._graphs.replay(size)[: len(rows)]
+        return (self.model.compute_logits(found) if self._drafter.reads_hidden else found), found
 
     def _step_rows(self, num_tokens: int, num_logits: int) -> StepRows:
         """Experts compute as many tokens for every rank in lock-step as for the one with most."""
         across = self._parallel.num_tokens_across_dp
         num_most = max((num_tokens, *across))
         return StepRows(num_tokens, num_most * max(1, len(across)), num_logits)
-
-    def _pool(self, hidden: Tensor, rows: np.ndarray) -> dict[str, list[float]]:
-        """The vectors of pooling requests, from the hidden states [P, hidden] of their last tokens.
-        Blocks: none of them has a next step to prepare meanwhile."""
-        requests = [self.batch.requests[row] for row in rows]
-        vectors = hidden.float()
-        norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
-        normalize = [[r.pooling is not None and r.pooling.normalize] for r in requests]
-        is_normalized = torch.tensor(normalize, device=vectors.device)
-        vectors = torch.where(is_normalized, vectors / norms, vectors)
-        return dict(zip([r.request_id for r in requests], vectors.tolist()))
 
     def _hidden(
         self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray, read: np.ndarray | None
@@ -335,10 +346,11 @@ class ModelRunner:
     ) -> np.ndarray | None:
         """Tokens whose last hidden state is needed; None for all. last: last token of each request;
         sampled: those whose next token is sampled. Where there is none it is one token, because no
-        kernel takes zero rows. Prompt logprobs need all. So do data-parallel ranks in lock-step,
-        which exchange all tokens."""
+        kernel takes zero rows. Prompt logprobs need all, as some drafts do. So do data-parallel
+        ranks in lock-step, which exchange all tokens."""
         is_lock_step = bool(scheduler_output.num_tokens_across_dp)
-        if self._prompt_logprobs or is_lock_step or len(sampled) > last[-1]:
+        needs_all = self._prompt_logprobs or is_lock_step or self._drafter.reads_hidden
+        if needs_all or len(sampled) > last[-1]:
             return None
         return sampled if len(sampled) else last[-1:]
 
@@ -347,11 +359,14 @@ class ModelRunner:
         prompt_logprobs: dict[str, list[TokenLogprobs]],
         pooled: dict[str, list[float]],
         step_rows: StepRows,
+        drafted: Proposals | None = None,
     ) -> AsyncModelRunnerOutput:
         nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]
-        return AsyncModelRunnerOutput(
+        output = AsyncModelRunnerOutput(
             self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs, pooled, step_rows
         )
+        output.catch_up_seconds = drafted.catch_up_seconds if drafted is not None else 0.0
+        return output
 
     def _compute_padding(self, scheduler_output: SchedulerOutput) -> int:
         """The step of a data-parallel rank without requests: others need its experts. How many
@@ -378,17 +393,29 @@ class ModelRunner:
             return None
         return self._graphs.fitting(lambda size: size >= num_seqs)
 
-    def _verification(self, step: SchedulerOutput) -> Verification | None:
+    def _verification(self, step: SchedulerOutput, computed: StepTokens) -> Verification | None:
         """What the step verifies and drafts; None for neither."""
-        drafts, config = step.scheduled_spec_decode_tokens, self.config.speculative_config
-        if config is None or not (drafts or step.num_draft_tokens):
+        drafts, most = step.scheduled_spec_decode_tokens, step.num_draft_tokens
+        if not (drafts or most):
             return None
-        return Verification(config, step.num_draft_tokens, drafts)
+        return Verification(drafts, partial(self._propose, most, computed))
+
+    def _propose(self, most: int, computed: StepTokens, request_ids: Sequence[str]) -> Proposals:
+        """Up to `most` draft tokens of each request. Without memory for them there are none."""
+        with torch.inference_mode(), self._cores_for_kernels():
+            try:
+                return self._drafter.propose(request_ids, most, computed)
+            except Exception as error:
+                if self._parallel.engine.size > 1 or not is_out_of_memory(error):
+                    raise
+        logger.warning("No memory for draft tokens of %d requests", len(request_ids))
+        return Proposals({})
 
     def _sample(
         self,
         logits: Tensor,
         sampled: SampledRows,
+        computed: StepTokens,
         verification: Verification | None,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
@@ -402,6 +429,8 @@ class ModelRunner:
         host.copy_(reported, non_blocking=True)
         is_draft = verification is not None and verification.has_drafts
         copied = None
+        if verification is None:
+            self._drafter.follow(computed, rows, tokens)
         if self.async_scheduling:
             batch.sampled_at.fill(-1)
             if not is_draft:
@@ -450,12 +479,15 @@ class ModelRunner:
         for request_id in scheduler_output.removed_request_ids:
             self.batch.drop(request_id)
             self._prompt_logprobs.drop(request_id)
+            self._drafter.drop(request_id)
         new_reqs = scheduler_output.scheduled_new_reqs
         for new in new_reqs:
             self.batch.add(new.request, new.num_computed_tokens)
             self._prompt_logprobs.add(new.request)
+            self._drafter.add(new.request, new.num_computed_tokens)
         restored = [(n.state_slot, n.request.request_id) for n in new_reqs if n.state_slot]
         copy_states(self._state_layers, [(slot, self.batch.state_slot(i)) for slot, i in restored])
         for request_id, blocks in scheduler_output.new_block_ids.items():
             self.batch.append_blocks(request_id, blocks)
+            self._drafter.take(blocks[0])
         self.batch.put_drafts(scheduler_output.scheduled_spec_decode_tokens)

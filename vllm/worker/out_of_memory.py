@@ -71,5 +71,6 @@ def _add(merged: ModelRunnerOutput, one: ModelRunnerOutput) -> None:
     merged.pooler_output |= one.pooler_output
     merged.draft_token_ids |= one.draft_token_ids
     merged.errors |= one.errors
+    merged.catch_up_seconds += one.catch_up_seconds
     merged.compile_waits += one.compile_waits
     merged.rows = StepRows(*(a + b for a, b in zip(merged.rows, one.rows)))

@@ -1,4 +1,4 @@
-"""Draft tokens on a rank: proposed by n-grams, laid out to be verified, and accepted.
+"""Draft tokens on a rank: laid out to be verified, and accepted.
 
 Verification samples a token at each position of a draft, with the random number that the position
 has anyway. A draft token is accepted where it is the token sampled there, and the first one that is
@@ -8,14 +8,13 @@ sampling (Leviathan, Kalman, Matias, "Fast inference from transformers via specu
 p renormalised. The tokens are those of decoding one by one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from vllm.config.speculative import SpeculativeConfig
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.drafts import Proposals
 
 
 class SampledRows(NamedTuple):
@@ -39,36 +38,13 @@ class SampledRows(NamedTuple):
         return SampledRows(*(values[is_kept] for values in self))
 
 
-def propose(tokens: np.ndarray, most: int, shortest: int, longest: int) -> list[int]:
-    """Up to `most` tokens that may follow `tokens` [n]: those after an earlier place with the same
-    last tokens, as many as match up to `longest`, and `shortest` at least. Of several such places,
-    the last one that enough tokens follow."""
-    end = len(tokens) - 1
-    places = np.flatnonzero(tokens[:end] == tokens[end])
-    found = places[:0]
-    for size in range(1, longest + 1):
-        if not len(places):
-            break
-        if size >= shortest:
-            found = places
-        places = places[places >= size]
-        places = places[tokens[places - size] == tokens[end - size]]
-    if not len(found):
-        return []
-    whole = np.searchsorted(found, end - most, side="right")
-    start = found[whole - 1 if whole else 0] + 1
-    proposed: list[int] = tokens[start : start + most].tolist()
-    return proposed
-
-
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a step verifies and drafts. most: tokens to draft for each request, 0 for none.
-    drafts: draft tokens in the step, by request."""
+    """What a step verifies and drafts. drafts: draft tokens in the step, by request. propose: those
+    for the next step, of requests whose tokens are all known."""
 
-    config: SpeculativeConfig
-    most: int
     drafts: Mapping[str, Sequence[int]]
+    propose: Callable[[Sequence[str]], Proposals]
 
     @property
     def has_drafts(self) -> bool:
@@ -86,18 +62,3 @@ class Verification:
             found.append([*tokens[: next(differing, len(draft)) + 1]])
         assert row == len(sampled)
         return found
-
-    def propose(self, batch: InputBatch, request_ids: Sequence[str]) -> dict[str, list[int]]:
-        """Drafts for the next step, of requests of the batch whose tokens are all known."""
-        config, proposals = self.config, {}
-        rows = [batch.row_of.get(request_id) for request_id in request_ids] if self.most else []
-        for request_id, row in zip(request_ids, rows):
-            if row is None or batch.wants_pooling[row]:
-                continue
-            tokens = batch.token_ids[row, : batch.num_tokens[row]]
-            proposed = propose(
-                tokens, self.most, config.prompt_lookup_min, config.prompt_lookup_max
-            )
-            if proposed:
-                proposals[request_id] = proposed
-        return proposals

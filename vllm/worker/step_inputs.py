@@ -1,6 +1,7 @@
 """Builds the inputs of one step on the device from the rows of the input batch."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,10 +10,19 @@ from torch import Tensor
 from vllm.model_executor.context import ForwardBatch
 from vllm.ops.paged_attention import AttentionBatch, GraphPlanner, HostBatch
 from vllm.utils.math_utils import cdiv
-from vllm.worker.block_table import StagedTable
+from vllm.worker.block_table import BlockTable, StagedTable
 from vllm.worker.cuda_graph import PromptShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import InputBuffers, to_device
+
+
+class Rows(Protocol):
+    """What inputs are filled from; as of an InputBatch."""
+
+    token_ids: np.ndarray
+    tables: Sequence[BlockTable]
+    sampled_at: np.ndarray
+    state_slots: np.ndarray
 
 
 class StepInputs:
@@ -75,7 +85,7 @@ class StepInputs:
 
     def fill(
         self,
-        batch: InputBatch,
+        batch: Rows,
         rows: np.ndarray,
         counts: np.ndarray,
         starts: np.ndarray,

@@ -2,8 +2,10 @@
 // Each inner sum is one fused multiply-add chain over ascending k; the outer sum starts from the
 // bias and is one chain over ascending blocks. Every path below performs exactly these operations,
 // so a row's result does not depend on m, on the other rows, or on the number of threads.
-#include "micro_kernel.h"
-#include "parallel.h"
+#include "linear_panel.h"
+#if defined(VLLM_CPU_AVX512_BF16)
+#include "linear_pairs.h"
+#endif
 
 namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE {
 namespace {
@@ -16,12 +18,6 @@ constexpr int kStreamRows = 2;
 #endif
 // Far enough ahead to cover memory latency, and across the page ends that stop hardware prefetch.
 constexpr int64_t kPrefetchBytes = 2048;
-constexpr int64_t kWidenPrefetch = 4096;
-constexpr int64_t kDepth = 128;  // depth of the widened buffer: 16 KiB
-constexpr int64_t kTilesPerBlock = 384 / kMaxRows;
-// Multiply-adds, and elements to pack, that waking other threads must be worth.
-constexpr int64_t kSerialWork = 1 << 15;
-constexpr int64_t kSerialElements = 1 << 14;
 
 // x as float32 in tiles: tile t is [k, size(t)] at offset start(t) * k.
 template <ElementType kType, int kRows>
@@ -49,58 +45,6 @@ void pack_tile(const LinearArgs& args, const RowTiles& tiles, int64_t tile, floa
       pack_rows<kType, decltype(rows)::value>(args, x, packed + first * args.k);
     });
   });
-}
-
-void store_row(const LinearArgs& args, int64_t row, int64_t panel, const F32x16& low,
-               const F32x16& high) {
-  const int64_t column = panel * kPanelWidth;
-  const int count = static_cast<int>(args.n - column);
-  with_float_type(args.out.type, [&](auto tag) {
-    constexpr ElementType kType = decltype(tag)::value;
-    auto* out = static_cast<StorageOf<kType>*>(args.out.data) + row * args.out.stride + column;
-    store_first<kType>(out, low, count);
-    if (count > kLanes) store_first<kType>(out + kLanes, high, count - kLanes);
-  });
-}
-
-int64_t num_blocks(const LinearArgs& args) { return (args.k + args.block_k - 1) / args.block_k; }
-
-// Where in a panel's storage row k lies; of codes a row that begins a quad.
-template <ElementType kType>
-int64_t weight_offset(const LinearArgs& args, int64_t k) {
-  if constexpr (!is_code(kType)) return k * kPanelWidth;
-  const int64_t quads_per_block = (args.block_k + kQuadRows - 1) / kQuadRows;
-  const int64_t quads_of_rest = (k % args.block_k + kQuadRows - 1) / kQuadRows;
-  return (k / args.block_k * quads_per_block + quads_of_rest) * kQuadBytes;
-}
-
-// Scales of `count` panels as float32 [count, num_k_blocks, 32], and their zero points.
-struct PanelScales {
-  const float* scales;
-  const float* zeros;  // null where there are none
-};
-PanelScales panel_scales(const LinearArgs& args, int64_t panel, int count) {
-  const int64_t size = num_blocks(args) * kPanelWidth;
-  if (args.scale_type == ElementType::kFloat32 && !args.scale_factors && !args.zero_points) {
-    return {static_cast<const float*>(args.scales) + panel * size, nullptr};
-  }
-  auto* scales =
-      static_cast<float*>(thread_scratch(Scratch::kScales, 2 * count * size * sizeof(float)));
-  float* zeros = args.zero_points ? scales + count * size : nullptr;
-  with_any_type(args.scale_type, [&](auto tag) {
-    constexpr ElementType kType = decltype(tag)::value;
-    const auto* stored = static_cast<const StorageOf<kType>*>(args.scales) + panel * size;
-    for (int64_t i = 0; i < count * size; i += kLanes) {
-      F32x16 scale = load_as<kType>(stored + i);
-      if (args.scale_factors) {
-        const int64_t column = (panel + i / size) * kPanelWidth + i % kPanelWidth;
-        scale = mul(scale, load(args.scale_factors + column));
-      }
-      store(scales + i, scale);
-    }
-  });
-  for (int64_t i = 0; zeros && i < count * size; ++i) zeros[i] = args.zero_points[panel * size + i];
-  return {scales, zeros};
 }
 
 // Rows 2 kPair and 2 kPair + 1 of a quad, those of them below `depth`.
@@ -409,7 +353,28 @@ void linear(const LinearArgs& args) {
   const int64_t num_panels = (args.n + kPanelWidth - 1) / kPanelWidth;
   if (args.m == 0 || num_panels == 0) return;
   if (args.m <= kStreamRows) return stream_linear(args, num_panels);
+#if defined(VLLM_CPU_AVX512_BF16)
+  if (is_of_pairs(args)) return paired_linear(args, num_panels);
+#endif
   tiled_linear(args, num_panels);
 }
+
+#if defined(VLLM_CPU_AVX512_BF16)
+// Whether this chip's product of pairs rounds as add_pair_product says. Documented, and found on
+// the chips that we have; results would depend on the batch if one did otherwise.
+bool adds_in_order() {
+  // In any other order, or with one rounding, the small terms survive or die together.
+  const float large = 0x1p24f;
+  const auto product = [](float sum, float upper, float lower) {
+    const auto bf16 = [](float value) { return __builtin_bit_cast(unsigned, value) >> 16; };
+    volatile unsigned pair = bf16(upper) << 16 | bf16(lower), ones = 0x3F803F80;
+    return _mm512_cvtss_f32(add_pair_product<false>(_mm512_set1_ps(sum),
+                                                    _mm512_set1_epi32(static_cast<int>(pair)),
+                                                    _mm512_set1_epi32(static_cast<int>(ones))));
+  };
+  return product(large, 1, -large) == 0 && product(large, -large, 1) == 1 &&
+         product(1, large, -large) == 0 && product(large, 1, 1) == large;
+}
+#endif
 
 }  // namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE

@@ -56,9 +56,13 @@ def folders(tmp_path_factory) -> dict[str, str]:
     except CheckpointError as error:
         pytest.skip(f"no demo model: {error}")
     tensors = load_file(model / "model.safetensors")
-    for name in [n for n in tensors if n.endswith(".weight_scale_inv")]:
-        weight = name.removesuffix("_scale_inv")
-        tensors[weight] = dequantise_blocks(tensors[weight], tensors.pop(name)).bfloat16()
+    for name in [n for n in tensors if n.endswith(".weight_scale")]:
+        weight, scales = name.removesuffix("_scale"), tensors.pop(name)
+        if weight == "lm_head.weight":
+            groups = tensors[weight].float().unflatten(1, (-1, 32)) * scales.float().unsqueeze(2)
+            tensors[weight] = groups.flatten(1).bfloat16()
+        else:
+            tensors[weight] = dequantise_blocks(tensors[weight], scales).bfloat16()
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     del config["quantization_config"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mtp_checkpoints import add_mtp
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
@@ -44,6 +45,28 @@ def test_in_float32_tokens_are_those_without_drafts(folder, params):
     wanted = tokens_of(start(folder, dtype="float32"), params)
     llm = start(folder, dtype="float32", speculative_config=NGRAM)
     assert tokens_of(llm, params) == wanted
+    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_draft_model_drafts(folder, params):
+    drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4}
+    wanted = tokens_of(start(folder, dtype="float32"), params)
+    llm = start(folder, dtype="float32", speculative_config=drafts)
+    assert tokens_of(llm, params) == wanted
+    stats = llm.llm_engine.core.stats()
+    assert sum(stats.num_accepted_tokens.values()) > 20
+    if params is GREEDY:  # it says what it drafts itself
+        assert sum(stats.num_accepted_tokens.values()) > 0.9 * stats.num_draft_tokens
+
+
+def test_the_layer_of_a_checkpoint_drafts(tmp_path):
+    sizes = SIZES | {"moe_intermediate_size": 256}
+    build_model("glm4_moe", **sizes).save_pretrained(tmp_path / "plain")
+    folder = str(add_mtp(tmp_path / "plain", tmp_path / "mtp", is_sure=True))
+    wanted = tokens_of(start(folder, dtype="float32"), GREEDY)
+    llm = start(folder, dtype="float32", speculative_config={"method": "mtp"})
+    assert tokens_of(llm, GREEDY) == wanted
     assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
 
 

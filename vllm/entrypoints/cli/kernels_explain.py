@@ -12,6 +12,7 @@ from vllm.config.hf_overrides import blaming
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import with_hf_overrides
 from vllm.config.selection import Facts, selection_for
+from vllm.config.speculative import DRAFT_PREFIX, MTP, SpeculativeConfig
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.kernels.report.model_files import ModelFiles
 
 _OF_MODEL = ["quantization", "hf_overrides"]
+_DRAFTS = "speculative_config"
 _PREFERENCES = [f.name for f in fields(KernelConfig) if f.name != "dump_decisions"]
 
 
@@ -46,6 +48,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_model_flags(args: argparse.Namespace) -> None:
     """ConfigError where they are given for single layers."""
+    if getattr(args, _DRAFTS, None) is not None:
+        raise ConfigError("--speculative-config is for MODEL, not for --layer")
     if args.quantization is not None or args.hf_overrides is not None:
         raise ConfigError("--quantization and --hf-overrides say how MODEL is read, not --layer")
 
@@ -81,6 +85,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     text("--env", action="append", default=[], metavar="NAME=VALUE",
          help="Assume this variable, such as VLLM_USE_DEEP_GEMM=0; repeatable.")  # fmt: skip
     add_model_flags(parser)
+    EngineArgs.add_cli_args(parser, "drafts, the flag of vllm serve", [_DRAFTS])
     EngineArgs.add_cli_args(parser, "preferences, the flags of vllm serve", _PREFERENCES)
     shown = parser.add_argument_group("output")
     shown.add_argument("--brief", action="store_true", help="Only the chosen kernels with "
@@ -147,11 +152,29 @@ def _select(args: argparse.Namespace) -> tuple[Selection, Asked]:
     chip = question.chip_of(args.device, device) if args.device else installed_chip(device)
     if note := missing_note(chip):
         print(f"note: {note}", file=sys.stderr)
-    preferences = config.preferences(asked.quant_config)
-    selection = selection_for(Facts.of(chip, libs), preferences, asked.model_type)
+    facts = Facts.of(chip, libs)
+
+    def selection_of(asked: Asked) -> Selection:
+        preferences = config.preferences(asked.quant_config)
+        return selection_for(facts, preferences, asked.model_type)
+
+    selection = selection_of(asked)
+    if (draft := _draft_model(args, device)) is not None:
+        draft_selection = selection_of(draft).beside(selection, DRAFT_PREFIX)
+        for name, problem in draft.problems:
+            draft_selection.decide(name, problem)
     for name, problem in asked.problems:
         selection.decide(name, problem)
     return selection, asked
+
+
+def _draft_model(args: argparse.Namespace, device: Device) -> Asked | None:
+    """What the model asks for that drafts for MODEL; None for no such model."""
+    drafts = SpeculativeConfig.of(args.speculative_config) if args.speculative_config else None
+    if drafts is None or not drafts.model:
+        return None
+    own = argparse.Namespace(**vars(args) | dict.fromkeys([*_OF_MODEL, _DRAFTS]))
+    return asked_model(drafts.model, own, device)
 
 
 def _set_variable(text: str) -> None:
@@ -200,6 +223,7 @@ def _asked_model(
 ) -> Asked:
     from vllm.architectures.decoder import ExpertsSpec
     from vllm.architectures.explained import layers_of
+    from vllm.architectures.registry import describe
     from vllm.formats.stored_scales import with_stored_scales
     from vllm.kernels.problems import layer_problems
     from vllm.kernels.report.model_files import find_model, taken_apart, without_unread
@@ -210,6 +234,9 @@ def _asked_model(
         files.config = with_hf_overrides(files.config, overrides, model)
     stored = files.local_tensors()
     layers = layers_of(files.config, files.tensors, stored)
+    if _drafts_itself(args) and layers.is_served:
+        mtp = describe(files.config, with_mtp=True).mtp
+        layers = replace(layers, items=(*layers.items, *(mtp.items() if mtp else ())))
     if args.ep > 1 and not any(isinstance(item, ExpertsSpec) for _, item in layers.items):
         raise ConfigError(f"--ep {args.ep}: this model has no experts; leave it out")
     dtype = question.dtype_of(args.dtype, layers.text, device)
@@ -240,6 +267,12 @@ def _asked_model(
     return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
 
 
+def _drafts_itself(args: argparse.Namespace) -> bool:
+    """Whether a layer of the model's own drafts."""
+    drafts = getattr(args, _DRAFTS, None)
+    return drafts is not None and SpeculativeConfig.of(drafts).method == MTP
+
+
 def _misfit(
     layers: "Layers", config: "dict[str, Any]", quant_config: Any, args: argparse.Namespace
 ) -> str:
@@ -249,7 +282,8 @@ def _misfit(
 
     if layers.is_served:
         num_layers = layers.text.get("num_hidden_layers")
-        slot_name = partial(known()[config["model_type"]].slot_name, num_layers=num_layers)
+        whole, drafts = known()[config["model_type"]], _drafts_itself(args)
+        slot_name = partial(whole.slot_name, num_layers=num_layers, drafts=drafts)
         if text := named_wrongly(layers.items, quant_config, slot_name):
             return text
     return first_misfit(layers.items, quant_config, args.tp, args.ep)

@@ -20,6 +20,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="|".join(option.name for option in options),
         help="; ".join(f"{option.name}: {option.help}" for option in options),
     )
+    parser.add_argument(
+        "--lm-head",
+        choices=("int8",),
+        help="quantise the output projection too, to int8 in groups of 32 columns; without it the "
+        "projection stays as it is",
+    )
     parser.set_defaults(run=run)
 
 
@@ -27,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm.model_executor.quantize import quantize_checkpoint
     from vllm.utils.hub import resolve_model
 
-    quantize_checkpoint(resolve_model(args.source), args.target, args.format)
+    source = resolve_model(args.source)
+    quantize_checkpoint(source, args.target, args.format, has_int8_head=args.lm_head == "int8")
     print(f"wrote {args.target}; serve it with: vllm serve {args.target}")
     return 0

@@ -180,8 +180,9 @@ def _parse_group(name: str, group: Any, default_format: Any) -> list[Target]:
             f"{_short(group.get('output_activations'))}; it takes NVFP4, FP8 with static weight "
             f"scales per tensor, channel or block, MXFP8, MXFP4, symmetric int8 per channel with "
             f"symmetric activations in int8 (dynamic per token, static per tensor) or not "
-            f"quantised, and int4 in groups of {', '.join(map(str, INTEGER_GROUPS))} columns with "
-            f"activations in FP8 per token or not quantised"
+            f"quantised, symmetric int8 in groups with activations not quantised, and int4 in "
+            f"groups with activations in FP8 per token or not quantised; groups are of "
+            f"{', '.join(map(str, INTEGER_GROUPS))} columns"
         )
     return [Target(text, name, scheme) for text in targets]
 
@@ -240,6 +241,9 @@ def _fp8_inputs(weight: WeightFormat, inputs: _Args) -> tuple[ActScheme, ...]:
 
 
 def _int8(weights: _Args, inputs: _Args | None) -> StoredLayer | None:
+    group: Any = weights.get("group_size")
+    if _is_symmetric(weights, 8, "int", "group") and group in INTEGER_GROUPS and inputs is None:
+        return StoredLayer(WeightFormat.of(int8.GROUP.kind, (1, int(group))), (ActScheme.NONE,))
     if not _is_symmetric(weights, 8, "int", "channel"):
         return None
     weight = WeightFormat.of(int8.CHANNEL.kind)

@@ -79,11 +79,16 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
 
 
 def pack_tensors(tensors: "LinearTensors") -> "LinearWeight":
-    """The weight in panels, in its own bits: codes of 4 bits stay codes, and scales of E4M3 stay
-    E4M3."""
+    """The weight in panels, in its own bits: codes of 4 bits and int8 stay codes, and scales of
+    E4M3 stay E4M3. int8 with zero points becomes bfloat16, which holds the differences."""
+    import torch
+
     from vllm.ops import cpu_ops
     from vllm.ops.packed_weights import E2M1_ELEMENTS, pack_with
 
+    if tensors.weight.dtype == torch.int8 and tensors.zero_points is None:
+        scales = tensors.row_scales()
+        return cpu_ops.pack_linear(tensors.weight, scales, tensors.block_k, tensors.bias)
     if not tensors.is_packed:
         return pack_with(cpu_ops.pack_linear, tensors)
     row_scales, row_factors = tensors.row_scales(), tensors.row_global_scales()

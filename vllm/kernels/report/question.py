@@ -16,7 +16,7 @@ from vllm.kernels.report.text_report import EXPECTED_TOKENS
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem, Problem
 from vllm.machine import CHIPS, NATIVE, Device, Lib, Libs, arch_key
 
-CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512")
+CPUS = ("cpu", "cpu:portable", "cpu:avx2", "cpu:avx512", "cpu:avx512_bf16")
 # GPUs of one architecture that measurements tell apart: multiprocessors, and GB/s or 0 where that
 # does not matter. The architecture alone means the first. Of a series the model without a suffix.
 _NUMBERS = {

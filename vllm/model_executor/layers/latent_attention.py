@@ -1,5 +1,7 @@
 """Layers of multi-head latent attention: the attention itself, and its absorbed up-projection."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,9 @@ class AbsorbedUpProjection(StoredWeight):
     queries and results instead, once for each of their tokens and not for each key.
 
     of_keys: [heads, nope_dim, latent], of_values: [heads, latent, value_dim], in the type of
-    activations. A quantised weight is widened to them: exact but for rounding to that type, which
-    the ledger states. Activations that meet it are not quantised.
+    activations, as the operations of the device pack them. A quantised weight is widened to them:
+    exact but for rounding to that type, which the ledger states. Activations that meet it are not
+    quantised.
     """
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: LatentAttention):
@@ -39,10 +42,11 @@ class AbsorbedUpProjection(StoredWeight):
             method or UnquantizedLinearMethod(ctx.weight_dtype),
         )
         self.method.create_weights(self)
-        self.dtype, self.ledger = ctx.dtype, ctx.selection.ledger
+        self.dtype, self.ops, self.ledger = ctx.dtype, ctx.ops, ctx.selection.ledger
         self.num_heads = spec.attn.heads.per_rank(group.size)
         self.sizes = spec.nope_dim, spec.value_dim
-        self.of_keys = self.of_values = torch.empty(0)
+        self.of_keys: Any = None
+        self.of_values: Any = None
 
     def make_kernel(self) -> None:
         """Lays the weight out; the parameters go."""
@@ -58,4 +62,5 @@ class AbsorbedUpProjection(StoredWeight):
             delattr(self, name)
         heads = rounded.view(self.num_heads, sum(self.sizes), -1)
         keys, values = heads.split(self.sizes, 1)
-        self.of_keys, self.of_values = keys.contiguous(), values.transpose(1, 2).contiguous()
+        self.of_keys = self.ops.pack_heads(keys.contiguous())
+        self.of_values = self.ops.pack_heads(values.transpose(1, 2).contiguous())

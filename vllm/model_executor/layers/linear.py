@@ -187,7 +187,11 @@ class ChosenKernel:
             transform = f"{self.problem.weight} float32 -> {decision.winner.scales}"
             for name, error in errors.items():
                 self.selection.ledger.record(
-                    name, transform, error.relative, error.max_abs, error.is_exact
+                    self.selection.prefix + name,
+                    transform,
+                    error.relative,
+                    error.max_abs,
+                    error.is_exact,
                 )
         return decision
 

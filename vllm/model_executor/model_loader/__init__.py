@@ -34,22 +34,24 @@ def load_model(
     selection: Selection,
     parallel: Parallel | None = None,
     on_chosen: Callable[[Selection], None] | None = None,
+    is_draft: bool = False,
 ) -> CausalLM:
     """Builds the model, fills it from its checkpoint (or at random), and makes its kernels.
 
     parallel: the ranks that share the model, None for this one alone; it gets its part. on_chosen:
-    called when all kernels are chosen and no weight is read yet. Every name,
+    called when all kernels are chosen and no weight is read yet. is_draft: it drafts tokens for a
+    model that is loaded after it, and whose load checks and logs the kernels of both. Every name,
     shape and type is checked against the files' headers before a weight is read.
     Raises CheckpointError; NoKernelError when a layer has no kernel.
     """
     start = time.perf_counter()
     parallel = parallel or Parallel()
     model_config = config.model_config
-    is_dummy = model_config.load_format == "dummy"
+    is_dummy, place = model_config.load_format == "dummy", "draft " if is_draft else ""
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     with torch.device(selection.device.kind):
-        model = build_model(config, selection, checkpoint, parallel)
-        _check_same_kernels("chosen", selection, parallel)
+        model = build_model(config, selection, checkpoint, parallel, is_draft)
+        _check_same_kernels(f"{place}chosen", selection, parallel)
         if on_chosen is not None:
             on_chosen(selection)
         slots = model_slots(model)
@@ -58,7 +60,7 @@ def load_model(
         else:
             _fill(config, slots, checkpoint, layers_on_other_ranks(model))
         # Kernels are agreed upon within the time of a step; reading may take one rank far longer.
-        parallel.barrier("read")
+        parallel.barrier(f"{place}read")
         layers = list(kernel_layers(model))
         del slots
         for layer in tqdm(layers, "Preparing kernels", unit="layer", leave=False):
@@ -66,11 +68,12 @@ def load_model(
                 layer.make_kernel()
             except ValueError as error:  # a weight whose values no kernel takes
                 raise CheckpointError(f"{layer.prefix}: {error}") from error
-    _check_same_kernels("final", selection, parallel)
+    _check_same_kernels(f"{place}final", selection, parallel)
     if notice := getattr(model_config.architecture, "notice", ""):
         logger.info(notice)
-    log_cache_scales(model)
-    selection.log()
+    if not is_draft:
+        log_cache_scales(model)
+        selection.log()
     logger.info("Loaded %s in %.1f s", model_config.model, time.perf_counter() - start)
     return model.eval()
 
@@ -80,12 +83,14 @@ def build_model(
     selection: Selection,
     checkpoint: Checkpoint | None = None,
     parallel: Parallel | None = None,
+    is_draft: bool = False,
 ) -> CausalLM:
     """The layers of this rank without their weights. Each has asked `selection` for its kernel, and
     no kernel is made yet: on the `meta` device the chip of `selection` may be any."""
     context = model_context(config, selection, checkpoint, parallel)
     model = _construct(config.model_config.model, context)
-    _check_overrides(context)
+    if not is_draft:
+        _check_overrides(context)
     return model
 
 
@@ -194,6 +199,7 @@ def _fill(
             unknown.append(name)
     may_lack = optional if optional <= slots.keys() else frozenset[str]()
     missing = [name for name in slots if name not in may_lack and not slots[name].is_redundant]
+    _check_mtp(checkpoint, config)
     _check_complete(checkpoint, missing, unknown, taken)
     for name, slot in homes.items():
         _check_tensor(checkpoint, name, slot)
@@ -212,6 +218,20 @@ def _fill(
 def _parents(name: str) -> Iterator[str]:
     """`a.b.c` -> `a`, `a.b`."""
     return (name[:index] for index, letter in enumerate(name) if letter == ".")
+
+
+def _check_mtp(checkpoint: Checkpoint, config: VllmConfig) -> None:
+    """CheckpointError where it has nothing of the layer that is to draft tokens."""
+    decoder, slot_name = config.model_config.decoder, config.model_config.slot_name
+    if decoder is None or decoder.mtp is None:
+        return
+    prefix = decoder.mtp.prefix
+    if not any((slot_name(name) or "").startswith(prefix) for name in checkpoint.infos):
+        raise CheckpointError(
+            f"--speculative-config: method mtp: checkpoint {checkpoint.path} has no layer of "
+            f"multi-token prediction (no tensor {prefix}*): leave it out, or take a checkpoint "
+            f"that has one"
+        )
 
 
 def _check_complete(

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.delta_net import GatedDeltaNet
 from vllm.model_executor.layers.embedding import Embedding, LMHead
 from vllm.model_executor.layers.layer_scalar import LayerScalar
 from vllm.model_executor.layers.layernorm import NORMS, ResidualNorms, RMSNorm
+from vllm.model_executor.layers.linear import linear_layer
 from vllm.model_executor.layers.mamba2 import Mamba2Mixer
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.stage import PPMissingLayer, StageLink
@@ -58,9 +59,11 @@ def _rotary(
 class DecoderLayer(nn.Module):
     """What mixes tokens and what follows it, or one of the two alone."""
 
-    def __init__(self, ctx: ModelContext, index: int, rotaries: Rotaries):
+    def __init__(
+        self, ctx: ModelContext, layer: spec.DecoderLayer, prefix: str, rotaries: Rotaries
+    ):
+        """prefix: of its names in checkpoints, with its dot."""
         super().__init__()
-        layer, prefix = ctx.decoder.layers[index], spec.layer_prefix(index)
         norms, multiplier = ctx.decoder.layer_norms, ctx.decoder.residual_multiplier
 
         def around(*names: str) -> ResidualNorms:
@@ -111,6 +114,10 @@ class DecoderLayer(nn.Module):
             x = self.scalar(total(x), residual)
         return x, residual
 
+    def fill_cache(self, x: Addend, residual: Tensor, batch: ForwardBatch) -> None:
+        """What `forward` does to the KV cache, and no more than that needs. Changes residual."""
+        self.mixer(self.mixer_norms.read(x, residual, self.mixer.reader), batch)
+
 
 class DecoderModel(nn.Module):
     """The layers of this rank's pipeline stage."""
@@ -118,7 +125,7 @@ class DecoderModel(nn.Module):
     def __init__(self, ctx: ModelContext):
         super().__init__()
         decoder = ctx.decoder
-        rotaries: Rotaries = {}
+        self.rotaries: Rotaries = {}
         self.pipeline, self.link = ctx.parallel.pipeline, StageLink(ctx)
         is_first, is_last = self.pipeline.is_first, self.pipeline.is_last
         # As the embedding's own type holds it.
@@ -132,7 +139,7 @@ class DecoderModel(nn.Module):
         num_layers = len(decoder.layers)
         self.own_layers = ctx.parallel.layers(num_layers)
         self.layers = nn.ModuleList(
-            DecoderLayer(ctx, i, rotaries)
+            DecoderLayer(ctx, decoder.layers[i], spec.layer_prefix(i), self.rotaries)
             if i in self.own_layers
             else PPMissingLayer(spec.layer_prefix(i).removesuffix("."))
             for i in range(num_layers)
@@ -141,15 +148,15 @@ class DecoderModel(nn.Module):
         norm = NORMS[decoder.norm]
         self.norm = norm(ctx, name, decoder.hidden_size) if is_last else PPMissingLayer(name)
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed_tokens(input_ids)
+        return x if self.embedding_multiplier == 1 else x.mul_(self.embedding_multiplier)
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of `batch.read_rows` after the last norm; of an earlier stage, what it sent
         on."""
-        if self.pipeline.is_first:
-            x = self.embed_tokens(batch.input_ids)
-            if self.embedding_multiplier != 1:
-                x *= self.embedding_multiplier
-        else:
-            x = self.link.receive(batch)
+        is_first = self.pipeline.is_first
+        x = self.embed(batch.input_ids) if is_first else self.link.receive(batch)
         residual = torch.zeros_like(x)
         *others, last = self.own_layers
         for index in others:
@@ -162,8 +169,37 @@ class DecoderModel(nn.Module):
         return self.norm.add(x, residual)
 
 
+class MTP(nn.Module):
+    """Drafts tokens, as MTPSpec says; one layer with its own part of the KV cache."""
+
+    def __init__(self, ctx: ModelContext, mtp: spec.MTPSpec, rotaries: Rotaries):
+        super().__init__()
+        norm, size = NORMS[ctx.decoder.norm], ctx.decoder.hidden_size
+        self.embedding_norm = norm(ctx, mtp.prefix + mtp.embedding_norm, size)
+        self.hidden_norm = norm(ctx, mtp.prefix + mtp.hidden_norm, size)
+        self.proj = linear_layer(ctx, mtp.prefix, mtp.proj)
+        self.layer = DecoderLayer(ctx, mtp.layer, mtp.layer_prefix, rotaries)
+        self.norm = norm(ctx, mtp.prefix + mtp.norm, size)
+
+    def _read(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        both = self.embedding_norm(embeddings), self.hidden_norm(hidden)
+        x: Tensor = self.proj(torch.cat(both, dim=-1))
+        return x
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, hidden] twice -> [S, hidden] of `batch.read_rows`, after the norm."""
+        x = self._read(embeddings, hidden)
+        x, residual = self.layer(x, torch.zeros_like(x), batch, batch.read_rows)
+        return self.norm.add(x, residual)
+
+    def fill_cache(self, embeddings: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
+        """For later tokens of the same requests."""
+        x = self._read(embeddings, hidden)
+        self.layer.fill_cache(x, torch.zeros_like(x), batch)
+
+
 class CausalLM(nn.Module):
-    """A decoder with its output projection."""
+    """A decoder with its output projection. mtp: what drafts tokens, None where it is not used."""
 
     def __init__(self, ctx: ModelContext):
         super().__init__()
@@ -172,6 +208,9 @@ class CausalLM(nn.Module):
             self.lm_head = LMHead(ctx, ctx.decoder.lm_head, self.model.embed_tokens)
         else:
             self.lm_head = PPMissingLayer("lm_head")
+        self.mtp: MTP | None = None
+        if ctx.decoder.mtp is not None:
+            self.mtp = MTP(ctx, ctx.decoder.mtp, self.model.rotaries)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         return self.model(batch)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import torch
 from torch import Tensor, nn
 
 from vllm.architectures.decoder import LatentAttention as LatentAttentionSpec
@@ -80,12 +79,9 @@ class LatentAttention(nn.Module):
         )
         absorbed = q.new_empty(*q.shape[:2], latents.shape[1])
         absorbed[..., self.latent_dim :] = q_rope
-        absorbed[..., : self.latent_dim] = torch.bmm(
-            q_nope.transpose(0, 1), self.kv_b_proj.of_keys
-        ).transpose(0, 1)
+        self.ops.linear_heads(q_nope, self.kv_b_proj.of_keys, absorbed[..., : self.latent_dim])
         mixed = self.attn(self.scaled(absorbed, batch.positions), latents, batch)
-        values = torch.bmm(mixed.transpose(0, 1), self.kv_b_proj.of_values)
-        return values.transpose(0, 1).flatten(1)
+        return self.ops.linear_heads(mixed, self.kv_b_proj.of_values).flatten(1)
 
     def _queries_and_latents(self, x: Activation) -> tuple[Tensor, Tensor]:
         """[T, heads, nope_dim + rope_dim], and latents, normed, with the part of keys that is still
