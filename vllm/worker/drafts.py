@@ -68,7 +68,7 @@ class _Rows:
     """As step_inputs.Rows."""
 
     token_ids: np.ndarray
-    tables: Sequence[BlockTable]
+    tables: list[BlockTable]
     sampled_at: np.ndarray
     state_slots: np.ndarray
 

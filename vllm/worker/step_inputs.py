@@ -20,7 +20,7 @@ class Rows(Protocol):
     """What inputs are filled from; as of an InputBatch."""
 
     token_ids: np.ndarray
-    tables: Sequence[BlockTable]
+    tables: list[BlockTable]
     sampled_at: np.ndarray
     state_slots: np.ndarray
 
