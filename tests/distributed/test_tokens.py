@@ -70,7 +70,9 @@ def check(folder, alone=None, **options) -> LLM:
     assert tokens == wanted
     for ours, theirs in zip(logprobs, wanted_logprobs, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-4)
-    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+    scheduler = llm.llm_engine.core.scheduler
+    # With windows all fit; tests/models/test_window_caches.py preempts those.
+    assert scheduler.num_preemptions > 0 or scheduler.blocks.has_windows
     return llm
 
 

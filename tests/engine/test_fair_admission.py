@@ -333,7 +333,7 @@ def run_random(seed, num_blocks, policy, ahead, limit) -> None:
         for name, num_tokens in step.num_scheduled_tokens.items():
             r = s.requests[name]
             assert r in s.running and r.num_scheduled_tokens >= num_tokens
-            assert len(r.block_ids) * BLOCK >= r.num_computed_tokens + r.num_scheduled_tokens
+            assert r.num_slots >= r.num_computed_tokens + r.num_scheduled_tokens
             if r.num_unscheduled_tokens == 1 and r.num_pending_tokens:
                 text = texts.setdefault(name, list(r.all_token_ids))
                 sampled[name] = sum(text) % 50

@@ -40,7 +40,7 @@ def advance(s: Scheduler, token=lambda r: 7) -> list[Request]:
     sampled = {}
     for request_id, num_tokens in step.num_scheduled_tokens.items():
         r = s.requests[request_id]
-        assert len(r.block_ids) * BLOCK >= r.num_computed_tokens + num_tokens
+        assert r.num_slots >= r.num_computed_tokens + num_tokens
         if r.num_computed_tokens + num_tokens == len(r.all_token_ids):
             sampled[request_id] = token(r)
     assert sum(step.num_scheduled_tokens.values()) <= s.config.max_num_batched_tokens
@@ -144,8 +144,8 @@ def test_a_block_is_shared_only_after_all_that_stood_before_it():
     advance(s)
     # Its first block is one's, its second the other's, where other tokens stood before it.
     mixed = request("b", a[:4] + c[4:])
-    assert s.prefix_cache.match(mixed) == first.block_ids[:1]
-    assert s.prefix_cache.match(request("d", c)) == second.block_ids[:2]
+    assert s.prefix_cache.match(mixed).blocks == [first.block_ids[0][:1]]
+    assert s.prefix_cache.match(request("d", c)).blocks == [second.block_ids[0][:2]]
 
 
 def test_a_launched_step_hashes_what_it_computes_and_new_no_more_than_it_must():
@@ -163,7 +163,10 @@ def test_a_launched_step_hashes_what_it_computes_and_new_no_more_than_it_must():
     s.prepare_update(ahead)
     finished(s, step, {"b": 7})
     again = request("c", list(range(29)))
-    assert s.prefix_cache.match(again) == r.block_ids[:7] and again.block_hashes == r.block_hashes
+    assert (
+        s.prefix_cache.match(again).blocks == [r.block_ids[0][:7]]
+        and again.block_hashes == r.block_hashes
+    )
 
 
 def test_the_last_prompt_token_is_computed_even_when_all_blocks_are_cached():
@@ -224,9 +227,9 @@ def test_what_is_forgotten_of_a_preempted_request_is_not_found_again():
     while s.num_preemptions == 0:
         advance(s)
     assert s.waiting.at(0).request_id == "second"
-    assert s.prefix_cache.match(request("like second", list(range(20, 29))))
+    assert s.prefix_cache.match(request("like second", list(range(20, 29)))).num_tokens
     s.forget_cached("second")
-    assert not s.prefix_cache.match(request("like second", list(range(20, 29))))
+    assert not s.prefix_cache.match(request("like second", list(range(20, 29)))).num_tokens
 
 
 def test_abort_in_every_state_gives_the_blocks_back():

@@ -53,7 +53,7 @@ class Device:
             known = r.all_token_ids
             end = r.num_computed_tokens + count
             for position, token in enumerate((known + proposed)[:end]):
-                slot = r.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+                slot = r.block_ids[0][position // BLOCK] * BLOCK + position % BLOCK
                 if position >= r.num_computed_tokens:
                     self.kv[slot] = token
                 assert self.kv[slot] == token, "a kept K or V is another token's"
@@ -133,14 +133,14 @@ def test_draft_tokens_that_are_not_accepted_are_not_computed_and_their_slots_are
     step = s.schedule()
     assert step.num_scheduled_tokens == {"a": 5}
     assert step.scheduled_spec_decode_tokens == {"a": [5, 6, 7, 8]}
-    blocks = list(r.block_ids)
+    blocks = list(r.block_ids[0])
     assert s.schedule().is_empty, "the next tokens are not known before the drafts are verified"
     [(_, tokens)] = s.update(step, ModelRunnerOutput(["a"], [[5, 9]]))
     assert tokens == [5, 9] and r.all_token_ids == [1, 2, 3, 4, 5, 9]
     assert r.num_computed_tokens == 5
     step = s.schedule()
     assert step.num_scheduled_tokens == {"a": 1} and not step.new_block_ids
-    assert r.block_ids == blocks
+    assert r.block_ids == [blocks]
 
 
 def test_a_request_that_got_no_token_computes_its_last_one_again():

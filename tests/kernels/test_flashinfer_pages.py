@@ -38,8 +38,9 @@ def test_no_requests_have_no_pages() -> None:
 
 def test_the_host_knows_of_a_step_what_the_device_gets() -> None:
     batch = InputBatch(4, 64, 16)
-    batch.block_table[:] = np.arange(batch.block_table.size).reshape(batch.block_table.shape)
-    inputs = StepInputs(64, 4, batch.block_table.shape[1], 16, torch.device("cpu"))
+    table = batch.tables[0].ids
+    table[:] = np.arange(table.size).reshape(table.shape)
+    inputs = StepInputs(64, 4, batch.max_blocks, 16, torch.device("cpu"))
     rows, counts, starts = np.array([2, 0]), np.array([20, 1]), np.array([13, 40])
     attention = inputs.fill(batch, rows, counts, starts).attention
     assert attention.host is not None

@@ -165,7 +165,9 @@ PREEMPTED = ("llama", "qwen3_moe", "qwen3_5", "minimax_m2", "deepseek_v3", "gpt_
 def test_greedy_tokens_match_with_preemption(checkpoint, expected, name):
     llm = load(checkpoint(name), max_model_len=176, num_gpu_blocks_override=18)
     assert generate(llm, prompts()) == expected(name)
-    assert llm.llm_engine.core.scheduler.num_preemptions > 0
+    scheduler = llm.llm_engine.core.scheduler
+    # With windows all fit; test_window_caches.py preempts those.
+    assert scheduler.num_preemptions > 0 or scheduler.blocks.has_windows
 
 
 def test_greedy_tokens_match_in_any_batch_order(checkpoint, expected):

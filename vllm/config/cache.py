@@ -8,12 +8,14 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """block_size in tokens. num_blocks None: sized from memory when the model is loaded.
+    """block_size in tokens. num_blocks: of these tokens in all layers, whose memory layers share as
+    they need it; None: sized from memory when the model is loaded.
     kv_cache_memory_bytes: of each rank's cache, instead.
 
     gpu_memory_utilization: share of a GPU's memory to use; without meaning on the CPU, where
     VLLM_CPU_KVCACHE_SPACE says how many GiB. num_state_snapshots: recurrent states that are kept
-    for later requests where enable_prefix_caching.
+    for later requests where enable_prefix_caching. disable_hybrid_kv_cache_manager: window layers
+    keep all tokens too.
     """
 
     block_size: int = 16
@@ -23,6 +25,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     num_state_snapshots: int = 32
+    disable_hybrid_kv_cache_manager: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from vllm.architectures.cache_groups import WHOLE, CacheGroup, cache_groups
 from vllm.config.cache import CacheConfig
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import ModelConfig
@@ -84,6 +85,17 @@ class VllmConfig:
             return 0
         num_seqs = min(limit, drafts.disable_by_batch_size or limit)
         return min(num_seqs * drafts.num_speculative_tokens, STEP_DRAFT_TOKENS)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by what they keep of a request; the same on all ranks."""
+        decoder = self.model_config.decoder
+        if decoder is None or self.cache_config.disable_hybrid_kv_cache_manager:
+            return WHOLE
+        if self.speculative_config is not None and self.speculative_config.has_model:
+            return WHOLE  # what drafts keeps all tokens, under the same block ids
+        caches = (layer.mixer.cache for layer in decoder.layers if layer.mixer is not None)
+        return cache_groups(caches, self.parallel_config.tensor_parallel_size)
 
     @property
     def num_draft_blocks(self) -> int:

@@ -14,7 +14,7 @@ def places(request: Request) -> int:
 
 
 def blocks(request: Request) -> int:
-    return len(request.block_ids)
+    return request.num_blocks
 
 
 def last_of_richest(running: Sequence[Request], size: Size, by_priority: bool) -> Request:

@@ -25,7 +25,7 @@ class SchedulerOutput:
     num_scheduled_tokens: tokens to compute, draft tokens included, in batch order.
     scheduled_spec_decode_tokens: draft tokens to verify, after a request's last known token.
     num_draft_tokens: tokens to draft for each request after the step, at most.
-    new_block_ids: blocks allocated to requests that are already in the batch.
+    new_block_ids: blocks allocated to requests that are already in the batch, by cache group.
     removed_request_ids: requests that finished or were preempted since the last step.
     state_snapshots: slot to save the recurrent state to after the step.
     num_tokens_across_dp: tokens of each data-parallel rank, where they step in lock-step.
@@ -36,7 +36,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     num_draft_tokens: int = 0
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    new_block_ids: dict[str, list[list[int]]] = field(default_factory=dict)
     removed_request_ids: list[str] = field(default_factory=list)
     state_snapshots: dict[str, int] = field(default_factory=dict)
     num_tokens_across_dp: tuple[int, ...] = ()

@@ -45,10 +45,14 @@ class Request:
 
     arrival: by time.monotonic. queue_seconds: from then until it was scheduled; None before.
     queued_step: number of the step before which it was queued last.
-    num_computed_tokens: leading tokens of all_token_ids whose K and V are in block_ids.
+    num_computed_tokens: leading tokens of all_token_ids whose K and V are in block_ids, of window
+    layers those that later tokens see.
     num_scheduled_tokens: tokens of all_token_ids that the steps in flight compute.
     num_pending_tokens: steps in flight that sample for it; their tokens are not in all_token_ids.
     spec_token_ids: draft tokens, to be verified in the next step or in flight.
+    block_ids: by cache group, in order of position; none where it is not admitted. num_passed: how
+    many of the first of each are given back, which no token reads any more. num_slots: tokens that
+    its blocks can hold.
     block_hashes: of the leading full blocks, computed as needed.
     states_kept_after: token counts after which its recurrent state is saved as a snapshot.
     """
@@ -65,7 +69,9 @@ class Request:
     num_pending_tokens: int = 0
     num_cached_tokens: int = -1
     spec_token_ids: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
+    num_passed: list[int] = field(default_factory=list)
+    num_slots: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     states_kept_after: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -95,6 +101,11 @@ class Request:
             cache_salt=wire.cache_salt,
             client=wire.client,
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """That it holds."""
+        return sum(map(len, self.block_ids)) - sum(self.num_passed)
 
     @property
     def num_output_tokens(self) -> int:

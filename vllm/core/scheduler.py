@@ -2,14 +2,15 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import attrgetter
 
+from vllm.architectures.cache_groups import WHOLE, CacheGroup
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.speculative import STEP_DRAFT_TOKENS
 from vllm.core import fair_share
-from vllm.core.block_pool import BlockPool
+from vllm.core.kv_blocks import CachedPrefix, KVBlocks
 from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from vllm.core.prefix_cache import PrefixCache
 from vllm.core.prompt_limits import PromptLimits
@@ -30,10 +31,10 @@ class Scheduler:
 
     Running requests come first: one token each, its draft tokens, or the next prompt chunk.
     Waiting requests fill the rest of the token budget. A request is admitted when there are free
-    blocks for all its known tokens. When a running request gets no block, the request admitted
-    last of the client with the most blocks is preempted: its blocks are released and it is
-    recomputed later. With priorities, both queues are in their order: the request that is preempted
-    is one of the least priority.
+    blocks for all its known tokens, of window layers for those of a step. When a running request
+    gets no block, the request admitted last of the client with the most blocks is preempted: its
+    blocks are released and it is recomputed later. With priorities, both queues are in their order:
+    the request that is preempted is one of the least priority.
 
     Clients share places and blocks: the one with the fewest running sequences is admitted first.
     After FAIR_STEPS steps in which a request found no place or no blocks, sequences of the client
@@ -59,14 +60,17 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool,
         snapshots: StateSnapshots | None = None,
+        groups: Sequence[CacheGroup] = WHOLE,
     ):
         """snapshots: for a model with recurrent states and prefix caching."""
-        assert num_blocks * block_size >= max_model_len, "one request must always fit"
+        self.blocks = KVBlocks(num_blocks, block_size, config.max_num_batched_tokens, groups)
+        self._num_blocks_for = self.blocks.needs.of
+        assert num_blocks >= self._num_blocks_for(max_model_len), "one request must always fit"
         self.config = config
         self.max_model_len = max_model_len
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(self.pool, block_size, prefix_caching)
+        self.pool = self.blocks.pool
+        self.prefix_cache = PrefixCache(self.blocks, block_size, prefix_caching)
         self.snapshots = snapshots
         self.requests: dict[str, Request] = {}
         self.is_by_priority = config.policy == "priority"
@@ -104,9 +108,7 @@ class Scheduler:
         """Removes the request's blocks from the prefix cache; unknown ids are no error."""
         request = self.requests.get(request_id)
         if request is not None:
-            # By hash: a preempted request has no blocks, but they may still be cached.
-            blocks = map(self.pool.find, request.block_hashes)
-            self.pool.forget([block for block in blocks if block is not None])
+            self.prefix_cache.forget(request)
             if self.snapshots is not None:
                 self.snapshots.forget(request.block_hashes)
 
@@ -157,14 +159,12 @@ class Scheduler:
             if request.spec_token_ids:
                 num_tokens += self._trim_drafts(index, num_tokens, budget)
             start = request.num_computed_tokens + request.num_scheduled_tokens
-            if start + num_tokens > len(request.block_ids) * self.block_size:
-                num_new = self._num_blocks_for(start + num_tokens) - len(request.block_ids)
-                if not self._make_free(num_new, index):
+            if start + num_tokens > request.num_slots:
+                counts = self.blocks.lacking(request, start + num_tokens)
+                if not self._make_free(sum(counts), index):
                     index += bool(request.block_ids)  # else it was preempted itself
                     continue
-                blocks = self.pool.take(num_new)
-                request.block_ids += blocks
-                output.new_block_ids[request.request_id] = blocks
+                output.new_block_ids[request.request_id] = self.blocks.extend(request, counts)
             self._add(output, request, num_tokens)
             budget -= num_tokens
             index += 1
@@ -205,7 +205,7 @@ class Scheduler:
         """Tokens that no step computes yet; of a long prompt that waits, those not cached."""
         left = request.num_unscheduled_tokens
         if left > self.config.max_num_batched_tokens and not request.block_ids:
-            left -= len(self.prefix_cache.match(request)) * self.block_size
+            left -= self.prefix_cache.match(request).num_tokens
         return left
 
     def _is_long(self, request: Request) -> bool:
@@ -217,7 +217,7 @@ class Scheduler:
         most = budget if self._has_long else budget // 2
         running = self.running[first:] if first is not None else ()
         need = sum(r.num_unscheduled_tokens for r in running if not self._is_long(r))
-        num_blocks = self.pool.num_free - len(self.running)
+        num_blocks = self.pool.num_free - self._num_kept
         room = self.config.max_num_seqs - len(self.running)
         for request in islice(self.waiting, passed, passed + LOOKAHEAD):
             num_blocks -= self._num_blocks_for(len(request.all_token_ids))
@@ -233,10 +233,10 @@ class Scheduler:
         without the budget and the blocks of others; returns how many."""
         request, room = self.running[index], 0
         if num_tokens == request.num_unscheduled_tokens:
-            spare = max(0, self.pool.num_free - (len(self.running) - index - 1))
-            num_slots = (len(request.block_ids) + spare) * self.block_size
+            num_others = len(self.running) - index - 1
+            spare = max(0, self.pool.num_free - num_others * self.blocks.num_per_step)
             num_left = request.max_tokens - request.num_output_tokens
-            num_slots -= len(request.all_token_ids)
+            num_slots = self.blocks.spare_slots(request, spare) - len(request.all_token_ids)
             room = min(budget - num_tokens, self._draft_room, num_left - 1, num_slots)
         del request.spec_token_ids[max(room, 0) :]
         self._draft_room -= len(request.spec_token_ids)
@@ -279,8 +279,8 @@ class Scheduler:
         stops = (stop - start for stop in request.states_kept_after if stop > start)
         return min([num_tokens, *stops])
 
-    def _find_state(self, request: Request, cached: list[int]) -> tuple[list[int], int]:
-        """The longest run of cached blocks that ends at a snapshot of the recurrent state, and the
+    def _find_state(self, request: Request, cached: CachedPrefix) -> tuple[CachedPrefix, int]:
+        """The longest cached prefix that ends at a snapshot of the recurrent state, and the
         snapshot's slot; sets where to save snapshots of this request.
 
         Those are the end of its known tokens, for a request that continues it, and the end of the
@@ -289,36 +289,32 @@ class Scheduler:
         request.states_kept_after = ()
         if self.snapshots is None:
             return cached, 0
-        num_blocks, slot = self.snapshots.find(request.block_hashes[: len(cached)])
-        whole = (len(request.all_token_ids) - 1) // self.block_size
-        ends = {n * self.block_size for n in (len(cached), whole) if n > num_blocks}
-        least = num_blocks * self.block_size + self.snapshots.least_tokens
+        size = self.block_size
+        num_blocks, slot = self.snapshots.find(request.block_hashes[: cached.num_tokens // size])
+        whole = (len(request.all_token_ids) - 1) // size * size
+        ends = {end for end in (cached.num_tokens, whole) if end > num_blocks * size}
+        least = num_blocks * size + self.snapshots.least_tokens
         request.states_kept_after = tuple(sorted(end for end in ends if end >= least))
-        return cached[:num_blocks], slot
+        return self.prefix_cache.shortened(cached, num_blocks), slot
 
     def _admit(self, request: Request, num_held: int) -> NewRequestData | None:
         """Allocates the blocks of the request; None if it must wait. num_held: blocks that stay
         free for those it passes."""
-        known = len(request.all_token_ids)
         cached, state_slot = self._find_state(request, self.prefix_cache.match(request))
-        num_new = self._num_blocks_for(known) - len(cached)
-        # A block for the next token of each running request stays free: otherwise a request
+        # What the next token of each running request needs stays free: otherwise a request
         # admitted into the last blocks is preempted at once.
-        reserve = len(self.running) + num_held
-        if self.pool.num_free - sum(map(self.pool.is_free, cached)) < num_new + reserve:
+        if not self.blocks.admit(request, cached, self._num_kept + num_held):
             return None
-        for block in cached:
-            self.pool.share(block)
-        request.block_ids = cached + self.pool.take(num_new)
-        request.num_computed_tokens = len(cached) * self.block_size
-        self.prefix_cache.num_queried += known
-        self.prefix_cache.num_hit += request.num_computed_tokens
+        self.prefix_cache.num_queried += len(request.all_token_ids)
+        self.prefix_cache.num_hit += cached.num_tokens
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
-        return NewRequestData(request, request.num_computed_tokens, state_slot)
+            request.num_cached_tokens = cached.num_tokens
+        return NewRequestData(request, cached.num_tokens, state_slot)
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    @property
+    def _num_kept(self) -> int:
+        """Blocks for the next token of each running request."""
+        return len(self.running) * self.blocks.num_per_step
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -366,7 +362,7 @@ class Scheduler:
                 places += 1
             if places < 0:
                 break
-            while self.pool.num_free - len(self.running) < promised and self._yields(
+            while self.pool.num_free - self._num_kept < promised and self._yields(
                 request, fair_share.blocks, need
             ):
                 places += 1
@@ -409,7 +405,7 @@ class Scheduler:
         grammar of a request with structured output; True where the token completes it.
         """
         progress, finished, taken_back = [], [], {}
-        drafts = scheduled.scheduled_spec_decode_tokens
+        drafts, has_windows = scheduled.scheduled_spec_decode_tokens, self.blocks.has_windows
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids):
             request = self.requests.get(request_id)
             if request is None:
@@ -439,6 +435,8 @@ class Scheduler:
             before = request.num_computed_tokens
             request.num_computed_tokens = before + num_tokens
             self.prefix_cache.record(request, before)
+            if has_windows:
+                self.blocks.release_passed(request)
         self._remove(finished)
         return progress
 
@@ -476,8 +474,8 @@ class Scheduler:
         return max(0, len(drafts.get(request.request_id, ())) + 1 - len(tokens))
 
     def _release(self, request: Request) -> None:
-        self.pool.release(request.block_ids)
-        request.block_ids, request.spec_token_ids = [], []
+        self.blocks.release(request)
+        request.spec_token_ids = []
         request.num_computed_tokens = request.num_scheduled_tokens = 0
 
     def _remove(self, finished: list[Request]) -> None:

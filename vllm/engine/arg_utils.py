@@ -133,7 +133,9 @@ class EngineArgs:
         "auto", "Dtype of the KV cache; auto: the dtype of activations.", choices=KV_CACHE_DTYPES
     )
     num_gpu_blocks_override: int | None = _arg(
-        None, "Number of KV cache blocks, on any device; default: sized from memory."
+        None,
+        "Number of KV cache blocks, on any device; default: sized from memory. Of window "
+        "layers more fit into them.",
     )
     kv_cache_memory_bytes: int | None = _arg(
         None, "Bytes of each rank's KV cache, on any device, instead of what memory leaves."
@@ -148,6 +150,9 @@ class EngineArgs:
         CacheConfig.num_state_snapshots, "Recurrent states kept for equal prompt prefixes, with "
         "--enable-prefix-caching.",
     )  # fmt: skip
+    disable_hybrid_kv_cache_manager: bool = _arg(
+        False, "Layers with a window keep K and V of all tokens too."
+    )
     enforce_eager: bool = _arg(False, "Run without CUDA graphs. No effect on the CPU.")
     max_prompt_graph_tokens: int | None = _arg(
         None, "Largest step with prompts that a CUDA graph is captured for, in tokens; 0: none. "

@@ -86,6 +86,7 @@ class EngineCore:
             config.model_config.max_model_len,
             config.cache_config.enable_prefix_caching,
             StateSnapshots(snapshots) if snapshots else None,
+            config.cache_groups,
         )
         # Loaded objects are permanent: garbage collections skip them.
         gc.collect()

@@ -37,10 +37,16 @@ class ModelContext:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The tokens of one step. input_ids and positions: int64 [T]. read_rows: int64 [S], the tokens
-    whose last hidden state somebody reads, which are all that the model returns; None for all."""
+    """The tokens of one step. input_ids and positions: int64 [T]. groups: for each cache group,
+    which differ in block_tables and slot_mapping alone. read_rows: int64 [S], the tokens whose last
+    hidden state somebody reads, which are all that the model returns; None for all."""
 
     input_ids: Tensor
     positions: Tensor
-    attention: AttentionBatch
+    groups: tuple[AttentionBatch, ...]
     read_rows: Tensor | None = None
+
+    @property
+    def attention(self) -> AttentionBatch:
+        """Of layers that keep no tokens."""
+        return self.groups[0]

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, built from the operations that backends name."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -110,16 +110,26 @@ class PagedAttention:
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
         """Zeros, so that a position never written holds a finite number."""
-        sizes = {
-            "block": num_blocks,
-            "token": block_size,
-            "head": self.problem.num_kv_heads,
-            "dim": self.problem.head_dim,
-        }
         self.k_cache, self.v_cache = (
-            zeros_on_demand(tuple(sizes[axis] for axis in axes), self.dtype, device)
-            for axes in (_CPU_AXES if device.type == "cpu" else _GPU_AXES)
+            zeros_on_demand((num_blocks, *shape), self.dtype, device)
+            for shape in self._block_shapes(block_size, device)
         )
+
+    def place(self, memory: Sequence[Tensor], first: int, block_size: int) -> None:
+        """Puts the caches into zeros uint8 that other layers use too, those of K and of V: its
+        blocks lie side by side from block `first` on."""
+        shapes = self._block_shapes(block_size, memory[0].device)
+        self.k_cache, self.v_cache = (
+            all_bytes.view(self.dtype).view(-1, *shape)[first:]
+            for all_bytes, shape in zip(memory, shapes)
+        )
+
+    def _block_shapes(self, block_size: int, device: torch.device) -> list[tuple[int, ...]]:
+        """Of a block of K and of one of V."""
+        problem = self.problem
+        sizes = {"token": block_size, "head": problem.num_kv_heads, "dim": problem.head_dim}
+        axes = _CPU_AXES if device.type == "cpu" else _GPU_AXES
+        return [tuple(sizes[axis] for axis in one[1:]) for one in axes]
 
     def zeros(self, num_tokens: int, device: torch.device) -> tuple[Tensor, ...]:
         """What a call takes before the batch."""

@@ -65,8 +65,8 @@ class ModelDrafter(GreedyDrafter):
 
     def add(self, request: Request, num_computed: int) -> None:
         num_cached = num_computed // self.batch.block_size
-        self.take(request.block_ids[num_cached:])
-        found = self._is_filled[request.block_ids[:num_cached]]
+        self.take(request.block_ids[0][num_cached:])
+        found = self._is_filled[request.block_ids[0][:num_cached]]
         num_filled = num_cached if found.all() else int(found.argmin())
         self._num_computed[request.request_id] = num_filled * self.batch.block_size
 
@@ -127,7 +127,7 @@ class ModelDrafter(GreedyDrafter):
     def _note(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """What is computed now, but in scratch blocks."""
         batch, size = self.batch, self.batch.block_size
-        ends = np.minimum(ends, batch.num_blocks[rows] * size)
+        ends = np.minimum(ends, batch.tables[0].num_blocks[rows] * size)
         for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
             self._num_computed[batch.requests[row].request_id] = end
-            self._is_filled[batch.block_table[row, start // size : end // size]] = True
+            self._is_filled[batch.tables[0].ids[row, start // size : end // size]] = True

@@ -15,6 +15,7 @@ from vllm.config.speculative import STEP_DRAFT_TOKENS
 from vllm.core.request import Request
 from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.models.decoder import CausalLM
+from vllm.worker.block_table import BlockTable
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.step_inputs import StepInputs
 
@@ -67,7 +68,7 @@ class _Rows:
     """As step_inputs.Rows."""
 
     token_ids: np.ndarray
-    block_table: np.ndarray
+    tables: list[BlockTable]
     sampled_at: np.ndarray
     state_slots: np.ndarray
 
@@ -100,13 +101,13 @@ class GreedyDrafter(Drafter, ABC):
         self.inputs = StepInputs(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
-            batch.block_table.shape[1],
+            batch.max_blocks,
             batch.block_size,
             device,
         )
         self.rows = _Rows(
             batch.token_ids[:, self.ahead :],
-            batch.block_table,
+            batch.tables,
             np.full_like(batch.sampled_at, -1),
             batch.state_slots,
         )
@@ -140,7 +141,8 @@ class GreedyDrafter(Drafter, ABC):
     @contextmanager
     def with_scratch(self, rows: np.ndarray, limits: np.ndarray) -> Iterator[None]:
         """Gives the rows blocks for their drafts; kernels of the model must not see them."""
-        table, held = self.batch.block_table, self.batch.num_blocks[rows]
+        (own,) = self.batch.tables
+        table, held = own.ids, own.num_blocks[rows]
         needed = -(-(self._first(rows) + limits) // self.batch.block_size)
         lacking = [(r, a, b) for r, a, b in zip(rows, held, needed) if b > a]
         place = 0

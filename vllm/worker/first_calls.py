@@ -282,5 +282,5 @@ def _attention_calls(
         batch = inputs.padding(num_tokens, num_seqs, longest)
         q, *kv = layer.kernel.zeros(num_tokens, batch.positions.device)
         write: Callable[..., object] = layer.kernel.write  # of K and V, or of latents
-        yield layer.writing, num_tokens, partial(write, *kv, batch.attention)
+        yield layer.writing, num_tokens, partial(write, *kv, batch.groups[layer.group])
         yield layer.decision, num_tokens, partial(layer, q, *kv, batch)

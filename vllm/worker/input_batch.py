@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.core.request import Request
 from vllm.errors import ConfigError
 from vllm.utils.math_utils import cdiv
+from vllm.worker.block_table import BlockTable, TableLayout
 from vllm.worker.token_limits import mask_of
 
 
@@ -19,11 +20,11 @@ class InputBatch:
     token_ids: int32 [rows, max_model_len], prompt and output. num_tokens, num_prompt,
     num_computed: int64 [rows]; num_tokens includes tokens that are still on the device. num_drafts:
     int64 [rows], draft tokens of the step, which follow those in token_ids.
-    block_table: int32 [rows, max blocks]. sampled_at: int64 [rows], index of the last token in the
-    device's sampled tokens, -1 where it is in token_ids. state_slots: int32 [rows], slots of
-    recurrent states from 1 on; a request keeps its slot when its row moves, and takes over that of
-    the last draft token that is accepted. token_masks: by id of a request with allowed_token_ids,
-    int32 [words], as a grammar's (`sampler.ban_others`).
+    tables: block tables, one for each cache group. sampled_at: int64 [rows], index of the last
+    token in the device's sampled tokens, -1 where it is in token_ids. state_slots: int32 [rows],
+    slots of recurrent states from 1 on; a request keeps its slot when its row moves, and takes over
+    that of the last draft token that is accepted. token_masks: by id of a request with
+    allowed_token_ids, int32 [words], as a grammar's (`sampler.ban_others`).
     """
 
     def __init__(
@@ -32,14 +33,15 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         vocab_size: int = 0,
+        layouts: Sequence[TableLayout] = (TableLayout(),),
         num_draft_states: int = 0,
     ):
         """num_draft_states: slots of recurrent states after draft tokens."""
         self.block_size = block_size
+        self.max_blocks = cdiv(max_model_len, block_size)  # of one request
         # The system maps zeroed pages on first use: a long max_model_len costs no memory here.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_table = np.zeros((max_num_seqs, cdiv(max_model_len, block_size)), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.tables = [BlockTable(max_num_seqs, max_model_len, block_size, n) for n in layouts]
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
@@ -75,7 +77,8 @@ class InputBatch:
         self.num_tokens[row] = len(tokens)
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = num_computed
-        self.num_blocks[row] = 0
+        for table in self.tables:
+            table.clear(row)
         self.num_drafts[row] = 0
         self.sampled_at[row] = -1
         self.state_slots[row] = self._free_state_slots.pop()
@@ -105,9 +108,10 @@ class InputBatch:
         self.row_of[moved.request_id] = row
         for values in self._row_arrays:
             values[row] = values[last]
-        num_tokens, num_blocks = self.num_tokens[row], self.num_blocks[row]
+        num_tokens = self.num_tokens[row]
         self.token_ids[row, :num_tokens] = self.token_ids[last, :num_tokens]
-        self.block_table[row, :num_blocks] = self.block_table[last, :num_blocks]
+        for table in self.tables:
+            table.move(last, row)
 
     def state_slot(self, request_id: str) -> int:
         return int(self.state_slots[self.row_of[request_id]])
@@ -116,11 +120,12 @@ class InputBatch:
         """Slots of the states after each draft token of the step."""
         return self._draft_slots[self.requests[row].request_id]
 
-    def append_blocks(self, request_id: str, blocks: list[int]) -> None:
+    def append_blocks(self, request_id: str, blocks: Sequence[list[int]]) -> None:
+        """Of each cache group."""
         row = self.row_of[request_id]
-        start = self.num_blocks[row]
-        self.block_table[row, start : start + len(blocks)] = blocks
-        self.num_blocks[row] = start + len(blocks)
+        for table, new in zip(self.tables, blocks):
+            if new:
+                table.append(row, new)
 
     def reserve_tokens(self, rows: np.ndarray) -> np.ndarray:
         """Positions of the next token of each of `rows`, which `put_tokens` fills in later. A full
@@ -170,13 +175,13 @@ class InputBatch:
             self.num_computed[row] = start + len(new) - 1
 
 
-def make_batch(config: VllmConfig) -> InputBatch:
+def make_batch(config: VllmConfig, layouts: Sequence[TableLayout]) -> InputBatch:
     """ConfigError, with the flags to lower, where memory is too small."""
     num_seqs, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
     try:
         vocab_size = config.model_config.vocab_size
         size, num_draft_states = config.cache_config.block_size, config.num_draft_states
-        return InputBatch(num_seqs, length, size, vocab_size, num_draft_states)
+        return InputBatch(num_seqs, length, size, vocab_size, layouts, num_draft_states)
     except MemoryError as error:
         raise ConfigError(
             f"--max-num-seqs {num_seqs} requests of --max-model-len {length} tokens: {error}; "

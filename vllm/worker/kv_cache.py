@@ -11,12 +11,15 @@ from torch import nn
 from vllm import envs
 from vllm.architectures.kv_cache import FullAttentionSpec, RecurrentStateSpec
 from vllm.config import VllmConfig
+from vllm.core.kv_blocks import BlockNeeds
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
 from vllm.model_executor.layers.recurrent import RecurrentLayer
 from vllm.platforms.cpu import available_memory
 from vllm.platforms.cuda import gpu_memory
 from vllm.utils.math_utils import cdiv
+from vllm.worker.block_table import TableLayout
+from vllm.worker.cache_layout import CacheLayout
 from vllm.worker.touch import touch_in_background
 
 logger = get_logger(__name__)
@@ -34,8 +37,9 @@ def allocate_kv_cache(
     promised_bytes: int,
     agree: Callable[[float], float],
     drafting: nn.Module | None = None,
-) -> int:
-    """Gives every attention layer its part of the cache; returns the number of blocks.
+) -> tuple[int, tuple[TableLayout, ...]]:
+    """Gives every attention layer its part of the cache; returns the number of blocks, and where
+    they lie for each cache group.
 
     peak_bytes: memory of a GPU that the largest step needs beyond what is allocated now.
     promised_bytes: memory of the CPU that is spoken for without being taken yet. agree: the least
@@ -48,16 +52,12 @@ def allocate_kv_cache(
     num_bytes = config.cache_config.kv_cache_memory_bytes
     ranks = config.parallel_config.tensor_parallel_size
     others = _layers_with(drafting, FullAttentionSpec) if drafting is not None else []
-    num_scratch = config.num_draft_blocks
-
-    def bytes_of(layers: list[Any]) -> int:
-        token_bytes = (
-            layer.cache_spec.token_bytes(layer.kernel.dtype.itemsize, ranks) for layer in layers
-        )
-        return block_size * int(sum(token_bytes))
-
-    block_bytes, scratch_bytes = bytes_of(layers), num_scratch * bytes_of(others)
-    if num_blocks is None and not layers:
+    layout = CacheLayout(layers, config.cache_groups, ranks, others, config.num_draft_blocks)
+    block_bytes = block_size * layout.token_bytes
+    scratch_bytes = block_size * layout.scratch_bytes
+    if num_blocks is not None and layers:
+        num_blocks = num_blocks * layout.whole_bytes // layout.token_bytes
+    elif num_blocks is None and not layers:
         # Of a stage, or a model, of recurrent layers alone: blocks that take no memory.
         num_blocks = _most_blocks(config)
     elif num_blocks is None and num_bytes is not None:
@@ -68,16 +68,36 @@ def allocate_kv_cache(
         num_blocks = _num_blocks_on_gpu(block_bytes, config, peak_bytes + scratch_bytes)
     num_blocks = int(agree(num_blocks))
     _check_size(block_bytes, config, device, num_blocks)
-    for layer in layers:
-        own = num_blocks + num_scratch * (layer in others)
-        layer.kernel.allocate(own, block_size, device)
+    caches = layout.allocate(num_blocks, block_size, device)
     if device.type == "cpu":
         states = (tensor for layer in state_layers(model) for tensor in _state_tensors(layer))
-        caches = (t for layer in layers for t in (layer.kernel.k_cache, layer.kernel.v_cache))
         touch_in_background((*states, *caches))
-    size = num_blocks * block_bytes / _GIB
-    logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, size)
-    return num_blocks
+    _log_size(config, num_blocks, num_blocks * block_bytes / _GIB)
+    return num_blocks, layout.tables
+
+
+def _needs(config: VllmConfig) -> BlockNeeds:
+    limits = config.scheduler_config
+    size = config.cache_config.block_size
+    return BlockNeeds(size, config.cache_groups, limits.max_num_batched_tokens)
+
+
+def _log_size(config: VllmConfig, num_blocks: int, gib: float) -> None:
+    needs, block_size = _needs(config), config.cache_config.block_size
+    if not any(group.window for group in needs.groups):
+        logger.info("KV cache: %d blocks of %d tokens, up to %.2f GiB", num_blocks, block_size, gib)
+        return
+    kinds = [
+        f"{size} tokens in layers with {f'a window of {group.window}' if group.window else 'none'}"
+        for group, size in zip(needs.groups, needs.sizes)
+    ]
+    longest = needs.longest(num_blocks, config.model_config.max_model_len)
+    logger.info(
+        "KV cache: %d blocks, up to %.2f GiB, each of %s: %.1f requests of %d tokens (all layers "
+        "keeping all: %.1f)",
+        num_blocks, gib, ", or of ".join(reversed(kinds)), num_blocks / needs.resting(longest),
+        longest, num_blocks / sum(cdiv(longest, size) for size in needs.sizes),
+    )  # fmt: skip
 
 
 def _layers_with(model: nn.Module, kind: type[Any]) -> list[Any]:
@@ -106,10 +126,10 @@ def _check_size(
             f"GiB of memory that are free"
         )
     if num_blocks * gib > free:
+        given, taken = cache.num_blocks or 0, num_blocks * gib
         raise ConfigError(
-            f"--num-gpu-blocks-override {num_blocks}: blocks of {block_size} tokens take "
-            f"{num_blocks * gib:.1f} GiB, and {free:.1f} GiB of memory are free; take at most "
-            f"{int(free / gib)}"
+            f"--num-gpu-blocks-override {given}: blocks of {block_size} tokens take {taken:.1f} "
+            f"GiB, and {free:.1f} GiB of memory are free; take at most {int(free / taken * given)}"
         )
 
 
@@ -132,8 +152,8 @@ def _for_more_room(config: VllmConfig, device_kind: str) -> str:
 def fit_max_model_len(config: VllmConfig, num_blocks: int, device_kind: str) -> VllmConfig:
     """The config with a max_model_len that the cache can hold. One that the user gave is not
     lowered: ConfigError."""
-    num_tokens = num_blocks * config.cache_config.block_size
     model = config.model_config
+    num_tokens = _needs(config).longest(num_blocks, model.max_model_len)
     if num_tokens >= model.max_model_len:
         return config
     if model.is_max_model_len_given:
@@ -188,7 +208,7 @@ def _num_blocks_on_cpu(block_bytes: int, config: VllmConfig, promised_bytes: int
 
 def _most_blocks(config: VllmConfig) -> int:
     """All requests at their longest."""
-    longest = cdiv(config.model_config.max_model_len, config.cache_config.block_size)
+    longest = _needs(config).of(config.model_config.max_model_len)
     return longest * config.scheduler_config.max_num_seqs
 
 

@@ -85,15 +85,15 @@ class ModelRunner:
                 state_bytes = allocate_states(self.model, config, self.device)
                 peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
-                self.num_blocks = allocate_kv_cache(
+                self.num_blocks, tables = allocate_kv_cache(
                     nn.ModuleList(self._models), config, self.device, peak_bytes, state_bytes,
                     parallel.engine.least, drafting_part(self._models),
                 )  # fmt: skip
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
-        self.batch = make_batch(config)
+        self.batch = make_batch(config, tables)
+        pages = self.batch.max_blocks, self.batch.block_size, self.device, len(tables)
         self._inputs = StepInputs(
-            self._max_tokens, config.scheduler_config.max_num_seqs,
-            self.batch.block_table.shape[1], self.batch.block_size, self.device,
+            self._max_tokens, config.scheduler_config.max_num_seqs, *pages,
             config.num_draft_states > 0,
         )  # fmt: skip
         self._inputs.planners = planners(self.model)
@@ -495,5 +495,5 @@ class ModelRunner:
         copy_states(self._state_layers, [(slot, self.batch.state_slot(i)) for slot, i in restored])
         for request_id, blocks in scheduler_output.new_block_ids.items():
             self.batch.append_blocks(request_id, blocks)
-            self._drafter.take(blocks)
+            self._drafter.take(blocks[0])
         self.batch.put_drafts(scheduler_output.scheduled_spec_decode_tokens)

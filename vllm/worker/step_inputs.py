@@ -1,5 +1,6 @@
 """Builds the inputs of one step on the device from the rows of the input batch."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 from vllm.model_executor.context import ForwardBatch
 from vllm.ops.paged_attention import AttentionBatch, GraphPlanner, HostBatch
 from vllm.utils.math_utils import cdiv
+from vllm.worker.block_table import BlockTable, StagedTable
 from vllm.worker.cuda_graph import PromptShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import InputBuffers, to_device
@@ -18,7 +20,7 @@ class Rows(Protocol):
     """What inputs are filled from; as of an InputBatch."""
 
     token_ids: np.ndarray
-    block_table: np.ndarray
+    tables: list[BlockTable]
     sampled_at: np.ndarray
     state_slots: np.ndarray
 
@@ -37,19 +39,21 @@ class StepInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        num_groups: int = 1,
         keeps_draft_states: bool = False,
     ):
-        """max_blocks: of one request. keeps_draft_states: steps may have draft tokens, and layers
-        recurrent states after each."""
+        """max_blocks: of one request. num_groups: cache groups, each with own block tables.
+        keeps_draft_states: steps may have draft tokens, and layers recurrent states after each."""
         self._device = device
+        self._num_groups = num_groups
         self._max_blocks = max_blocks
         self._block_size = block_size
         self.sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self.planners: list[GraphPlanner] = []  # of host-planned attention
+        self.planners: list[tuple[GraphPlanner, int]] = []  # of host-planned attention, by group
         sizes: dict[str, tuple[type, tuple[int, ...]]] = {
             "input_ids": (np.int64, (max_tokens,)),
             "positions": (np.int64, (max_tokens,)),
-            "slot_mapping": (np.int64, (max_tokens,)),
+            "slot_mapping": (np.int64, (num_groups, max_tokens)),
             # A prompt graph has one more request, of padding.
             "query_start_loc": (np.int32, (max_seqs + 2,)),
             "seq_lens": (np.int32, (max_seqs + 1,)),
@@ -66,7 +70,7 @@ class StepInputs:
             {
                 "input_ids": (np.int64, (max_seqs,)),
                 "positions": (np.int64, (max_seqs,)),
-                "slot_mapping": (np.int64, (max_seqs,)),
+                "slot_mapping": (np.int64, (self._num_groups, max_seqs)),
                 "sampled_at": (np.int64, (max_seqs,)),
                 "seq_lens": (np.int32, (max_seqs,)),
                 "state_slots": (np.int32, (max_seqs,)),
@@ -79,11 +83,7 @@ class StepInputs:
         one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
         self._decode.device["query_start_loc"] = one_each
         shape = (max_seqs + 1, self._max_blocks)
-        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        is_pinned = self._device.type == "cuda"
-        staged = torch.zeros((2, *shape), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        self._staged_tables = list(staged.unbind())
-        self._sent_tables = np.empty((0, 0), np.int32)  # the used part of the first
+        self._tables = [StagedTable(shape, self._device) for _ in range(self._num_groups)]
 
     def fill(
         self,
@@ -106,20 +106,21 @@ class StepInputs:
         token_rows = np.repeat(rows, counts)
         num_tokens = len(token_rows)
         positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], counts)
-        slots = batch.block_table[token_rows, positions // size].astype(np.int64) * size
         seq_lens = starts + counts
         max_seq_len = int(seq_lens.max())
         host["input_ids"][:num_tokens] = batch.token_ids[token_rows, positions]
         host["positions"][:num_tokens] = positions
-        host["slot_mapping"][:num_tokens] = slots + positions % size
+        for slots, table in zip(host["slot_mapping"], batch.tables):
+            table.pass_windows(rows, starts)
+            slots[:num_tokens] = table.slots(token_rows, positions)
         host["seq_lens"][:num_seqs] = seq_lens
         host["state_slots"][:num_seqs] = batch.state_slots[rows]
         if "draft_slots" in host:
             assert isinstance(batch, InputBatch)
             host["draft_slots"][:num_tokens] = -1
             for request in np.flatnonzero(batch.num_drafts[rows]):
-                slots, end = batch.draft_slots_of(rows[request]), query_start_loc[request + 1]
-                host["draft_slots"][end - len(slots) : end] = slots
+                after, end = batch.draft_slots_of(rows[request]), query_start_loc[request + 1]
+                host["draft_slots"][end - len(after) : end] = after
         if shape is not None:
             _pad(host, num_tokens, num_seqs, shape)
         self._buffers.upload()
@@ -130,13 +131,14 @@ class StepInputs:
             places = to_device(query_start_loc[1:][pending].astype(np.int64) - 1, self._device)
             at = to_device(batch.sampled_at[rows[pending]], self._device)
             input_ids.index_copy_(0, places, self.sampled[at])
-        tables = batch.block_table[rows, : cdiv(max_seq_len, size)]
-        sent = to_device(tables, self._device)
+        tables = [table.ids[rows, : cdiv(max_seq_len, size)] for table in batch.tables]
+        sent = [to_device(table, self._device) for table in tables]
         if shape is not None:
-            self._block_tables[:num_seqs, : tables.shape[1]].copy_(sent)
-            self._sent_tables = np.empty((0, 0), np.int32)
+            for staged, own in zip(self._tables, sent):
+                staged.put(own)
         filled = _batch(device, num_tokens, num_seqs, sent, int(counts.max()), max_seq_len)
-        filled.attention.host = HostBatch(query_start_loc, seq_lens, tables)
+        for group, ids in zip(filled.groups, tables):
+            group.host = HostBatch(query_start_loc, seq_lens, ids)
         filled.read_rows = None if read is None else to_device(read, self._device)
         return filled
 
@@ -151,7 +153,7 @@ class StepInputs:
         """Inputs at fixed addresses for steps that fit the shape."""
         tokens, seqs = shape
         max_seq_len = self._max_blocks * self._block_size
-        tables = self._block_tables[:seqs]
+        tables = [table.device[:seqs] for table in self._tables]
         return _batch(self._buffers.device, tokens, seqs, tables, tokens, max_seq_len)
 
     def padding(self, num_tokens: int, num_seqs: int = 1, max_seq_len: int = 1) -> ForwardBatch:
@@ -165,7 +167,7 @@ class StepInputs:
         device["state_slots"].fill_(0)
         if "draft_slots" in device:
             device["draft_slots"].fill_(-1)
-        tables = torch.zeros_like(device["seq_lens"][:num_seqs])[:, None]
+        tables = [torch.zeros_like(device["seq_lens"][:num_seqs])[:, None]] * self._num_groups
         return _batch(device, num_tokens, num_seqs, tables, cdiv(num_tokens, num_seqs), max_seq_len)
 
     def fill_decode(
@@ -177,38 +179,30 @@ class StepInputs:
         self._decode.wait_until_read()
         host["input_ids"][:num_seqs] = batch.token_ids[rows, starts]
         host["positions"][:num_seqs] = starts
-        blocks = batch.block_table[rows, starts // block_size].astype(np.int64)
-        host["slot_mapping"][:num_seqs] = blocks * block_size + starts % block_size
+        for slots, table in zip(host["slot_mapping"], batch.tables):
+            table.pass_windows(rows, starts)
+            slots[:num_seqs] = table.slots(rows, starts)
         host["seq_lens"][:num_seqs] = starts + 1
         host["state_slots"][:num_seqs] = batch.state_slots[rows]
         host["is_sampled"][:num_seqs] = batch.sampled_at[rows] >= 0
         host["sampled_at"][:num_seqs] = np.maximum(batch.sampled_at[rows], 0)
         for name, values in host.items():
-            values[num_seqs:size] = -1 if name == "slot_mapping" else 0
+            values[..., num_seqs:size] = -1 if name == "slot_mapping" else 0
         self._decode.upload()
         used = cdiv(int(starts.max(initial=0)) + 1, block_size)
-        tables = self._stage_tables(batch.block_table[:, :used], rows)
-        for planner in self.planners:
-            one_each = HostBatch(np.arange(num_seqs + 1), starts + 1, tables)
+        tables = [
+            staged.stage(table.ids[:, :used], rows)
+            for staged, table in zip(self._tables, batch.tables)
+        ]
+        for planner, group in self.planners:
+            one_each = HostBatch(np.arange(num_seqs + 1), starts + 1, tables[group])
             planner.plan_graph((size, self._max_blocks, block_size), one_each)
-
-    def _stage_tables(self, block_table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Block tables of `rows`, also on the device, where most steps find them unchanged."""
-        shape = len(rows), block_table.shape[1]
-        # The buffer of the step before the last one, which is over.
-        staged = self._staged_tables[1].view(-1)[: shape[0] * shape[1]].view(shape)
-        tables = staged.numpy()
-        np.take(block_table, rows, axis=0, out=tables)
-        if not np.array_equal(tables, self._sent_tables):
-            self._staged_tables.reverse()
-            self._sent_tables = tables
-            self._block_tables[: shape[0], : shape[1]].copy_(staged, non_blocking=True)
-        return tables
 
     def decode_batch(self, size: int) -> ForwardBatch:
         """Inputs at fixed addresses for `size` requests of one token."""
         device, max_seq_len = self._decode.device, self._max_blocks * self._block_size
-        batch = _batch(device, size, size, self._block_tables[:size], 1, max_seq_len)
+        tables = [table.device[:size] for table in self._tables]
+        batch = _batch(device, size, size, tables, 1, max_seq_len)
         sampled = self.sampled[device["sampled_at"][:size]]
         batch.input_ids = torch.where(device["is_sampled"][:size], sampled, batch.input_ids)
         return batch
@@ -218,26 +212,26 @@ def _batch(
     device: dict[str, Tensor],
     num_tokens: int,
     num_seqs: int,
-    block_tables: Tensor,
+    block_tables: Sequence[Tensor],
     max_query_len: int,
     max_seq_len: int,
 ) -> ForwardBatch:
-    """The first tokens and requests of the buffers `device`."""
+    """The first tokens and requests of the buffers `device`. block_tables: of every cache group."""
     draft_slots = device.get("draft_slots")
-    return ForwardBatch(
-        input_ids=device["input_ids"][:num_tokens],
-        positions=device["positions"][:num_tokens],
-        attention=AttentionBatch(
+    groups = tuple(
+        AttentionBatch(
             query_start_loc=device["query_start_loc"][: num_seqs + 1],
             seq_lens=device["seq_lens"][:num_seqs],
-            block_tables=block_tables,
-            slot_mapping=device["slot_mapping"][:num_tokens],
+            block_tables=tables,
+            slot_mapping=slots[:num_tokens],
             state_slots=device["state_slots"][:num_seqs],
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             draft_slots=None if draft_slots is None else draft_slots[:num_tokens],
-        ),
+        )
+        for tables, slots in zip(block_tables, device["slot_mapping"])
     )
+    return ForwardBatch(device["input_ids"][:num_tokens], device["positions"][:num_tokens], groups)
 
 
 def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: PromptShape) -> None:
@@ -245,7 +239,7 @@ def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: Pro
     slots and the state slot 0 of padding."""
     of_tokens = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "draft_slots": -1}
     for name in of_tokens.keys() & host.keys():
-        host[name][num_tokens : shape.tokens] = of_tokens[name]
+        host[name][..., num_tokens : shape.tokens] = of_tokens[name]
     host["query_start_loc"][num_seqs + 1 : shape.seqs] = num_tokens
     host["query_start_loc"][shape.seqs] = shape.tokens
     for name in ("seq_lens", "state_slots"):

@@ -19,9 +19,11 @@ logger = get_logger(__name__)
 
 
 class Attention(nn.Module):
-    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]."""
+    """q [T, heads, head_dim], k and v [T, kv heads, head_dim] -> [T, heads * head_dim]. group: of
+    the cache, whose block tables it takes; known when the cache is allocated."""
 
     kernel: PagedAttention
+    group = 0
 
     def __init__(self, ctx: ModelContext, prefix: str, spec: CachedAttention):
         super().__init__()
@@ -63,17 +65,17 @@ class Attention(nn.Module):
 
     def target(self, v: Tensor, batch: ForwardBatch) -> CacheTarget | None:
         """Where K and V are to be written while K is rotated; None where `forward` does it."""
-        return self.kernel.target(v, batch.attention)
+        return self.kernel.target(v, batch.groups[self.group])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.kernel(q, k, v, batch.attention).flatten(1)
+        return self.kernel(q, k, v, batch.groups[self.group]).flatten(1)
 
 
-def planners(model: nn.Module) -> list[GraphPlanner]:
-    """Of the layers whose kernel the host plans, each once."""
+def planners(model: nn.Module) -> list[tuple[GraphPlanner, int]]:
+    """Of the layers whose kernel the host plans, each once for every cache group."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    found = [layer.kernel.planner for layer in layers]
-    return [planner for planner in dict.fromkeys(found) if planner is not None]
+    found = dict.fromkeys((layer.kernel.planner, layer.group) for layer in layers)
+    return [(planner, group) for planner, group in found if planner is not None]
 
 
 def log_cache_scales(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ class MLAAttention(Attention):
     tensor-parallel rank has the latents of all tokens, and some of the heads."""
 
     def forward(self, q: Tensor, latents: Tensor, batch: ForwardBatch) -> Tensor:  # type: ignore[override]
-        return self.kernel(q, latents, batch.attention)
+        return self.kernel(q, latents, batch.groups[self.group])
 
 
 class AbsorbedUpProjection(StoredWeight):
