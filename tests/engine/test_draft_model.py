@@ -76,25 +76,12 @@ class Proposed:
             assert draft == output.outputs[0].token_ids
 
 
-def assert_same(found: list, plain: list, is_latent: bool = False) -> None:
-    """is_latent: torch multiplies the latents of attention, and rounds them on some machines by how
-    many tokens there are; the tokens are the same."""
-    if not is_latent:
-        assert found == plain
-        return
-    for one, other in zip(found, plain, strict=True):
-        assert (one[0], one[3]) == (other[0], other[3])
-        for entry, expected in zip(one[2] or (), other[2] or (), strict=True):
-            values = [[entry[t].logprob for t in sorted(entry)] for entry in (entry, expected)]
-            assert values[0] == pytest.approx(values[1], abs=1e-4)
-
-
-def check(main, draft, given, params, is_latent: bool = False, **options) -> Counts:
+def check(main, draft, given, params, **options) -> Counts:
     """With drafts and without."""
     options = OPTIONS | options
     plain, _ = run(main, given, params, **options)
     found, counts = run(main, given, params, **drafted_by(draft), **options)
-    assert_same(found, plain, is_latent)
+    assert found == plain
     return counts
 
 
@@ -188,8 +175,7 @@ def test_models_of_other_families_draft(checkpoint, name):
     counts = check(checkpoint("llama"), checkpoint(name), prompts(), [greedy(), sampling(),
                    sampling(seed=5, logprobs=1)])  # fmt: skip
     assert counts.stats.num_drafts > 0
-    own = check(checkpoint(name), checkpoint(name), prompts(), greedy(30, logprobs=1),
-                is_latent=name == "deepseek_v3")  # fmt: skip
+    own = check(checkpoint(name), checkpoint(name), prompts(), greedy(30, logprobs=1))
     assert own.num_accepted > 0 and own.num_rejected == 0
 
 

@@ -12,7 +12,7 @@ from mtp_checkpoints import Reference, add_mtp, write
 from safetensors.torch import load_file
 
 from tests.engine.test_captured_steps import capture, capture_prompts, load
-from tests.engine.test_draft_model import Proposed, assert_same, explained, greedy, prompts
+from tests.engine.test_draft_model import Proposed, explained, greedy, prompts
 from tests.engine.test_speculation import Counts, ask, run, sampling
 from vllm import LLM, EngineArgs
 from vllm.core import speculation
@@ -20,11 +20,13 @@ from vllm.errors import CheckpointError, ConfigError
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.utils.dataclasses import replace
 from vllm.utils.fp8 import per_block_cast_to_fp8
+from vllm.worker.block_table import BlockTable, TableLayout
 from vllm.worker.step_inputs import StepInputs
 
 OPTIONS = {"max_num_seqs": 8, "max_model_len": 128, "skip_tokenizer_init": True}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-SERVED = ["glm4_moe", "glm4_moe-normed", "deepseek_v3", "deepseek_v3-halves", "glm4_moe_lite"]
+SERVED = ["glm4_moe", "glm4_moe-normed", "deepseek_v3", "deepseek_v3-halves", "glm4_moe_lite",
+          "qwen3_next", "qwen3_5", "qwen3_5_moe"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +48,6 @@ def with_mtp(checkpoint, tmp_path_factory):
     return make
 
 
-def is_latent(name: str) -> bool:
-    return "glm4_moe" not in name or name == "glm4_moe_lite"
-
-
 class Drafted(Proposed):
     def check(self, folder) -> None:
         reference = Reference(folder)
@@ -59,7 +57,7 @@ class Drafted(Proposed):
             assert draft == wanted, known
 
 
-@pytest.mark.parametrize("name", [*SERVED, "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", SERVED)
 def test_logits_are_those_of_the_formula(with_mtp, name):
     """The layer alone, whether the rest of the model can take draft tokens back or not; of its
     first tokens it computes no more than keys and values."""
@@ -71,8 +69,10 @@ def test_logits_are_those_of_the_formula(with_mtp, name):
     config = args.create_engine_config()
     executor = UniprocExecutor(replace(config, model_config=config.model_config.with_mtp()))
     model, inputs = executor.runner.model, StepInputs(64, 2, 4, 16, torch.device("cpu"))
+    table = BlockTable(1, 64, 16, TableLayout())
+    table.append(0, [3, 1, 2, 0])
     rows = SimpleNamespace(
-        token_ids=np.array([tokens[1:]]), block_table=np.array([[3, 1, 2, 0]], np.int32),
+        token_ids=np.array([tokens[1:]]), tables=[table],
         sampled_at=np.array([-1]), state_slots=np.array([0], np.int32),
     )  # fmt: skip
     with torch.inference_mode():
@@ -95,7 +95,7 @@ def test_drafts_are_those_of_the_formula_and_tokens_those_without_them(with_mtp,
     plain, _ = run(folder, prompts(), params, **OPTIONS)
     llm = LLM(folder, **OPTIONS, **MTP)
     drafted = Drafted(llm)
-    assert_same(ask(llm, prompts(), params), plain, is_latent(name))
+    assert ask(llm, prompts(), params) == plain
     counts = Counts(llm)
     assert counts.num_accepted > 0 and counts.num_rejected > 0
     drafted.check(folder)
@@ -109,7 +109,10 @@ def test_prompts_in_chunks_hits_and_preemption(with_mtp, name):
     llm = LLM(folder, **options, **MTP)
     params = [greedy(40), *(sampling(seed=i, max_tokens=40, logprobs=1) for i in range(4))]
     for given in (prompts(5, 30), prompts(5, 35)):
-        assert_same(ask(llm, given, params), ask(plain, given, params), is_latent(name))
+        found, wanted = ask(llm, given, params), ask(plain, given, params)
+        if name == "deepseek_v3":  # torch's attention over latents rounds by how prompts are cut
+            found, wanted = ([one[0] for one in each] for each in (found, wanted))
+        assert found == wanted
     counts = Counts(llm)
     assert counts.stats.prefix_cache_hits > 0 and counts.stats.num_preemptions > 0
     assert counts.num_accepted > 0 and counts.num_rejected > 0
@@ -149,7 +152,7 @@ def test_tensor_parallel_ranks_draft_the_same(with_mtp, name):
     folder, params = with_mtp(name), [greedy(30), sampling(), sampling(seed=5, logprobs=1)]
     plain, _ = run(folder, prompts(), params, tensor_parallel_size=2, **OPTIONS)
     found, counts = run(folder, prompts(), params, tensor_parallel_size=2, **OPTIONS, **MTP)
-    assert_same(found, plain, is_latent(name))
+    assert found == plain
     assert counts.num_accepted > 0 and counts.num_rejected > 0
 
 

@@ -194,7 +194,7 @@ def test_ranks_accept_the_same_tokens(checkpoint, name, ranks):
 
 
 def batch_of(*names: str, num_draft_states: int) -> InputBatch:
-    batch = InputBatch(4, 64, 16, 100, num_draft_states)
+    batch = InputBatch(4, 64, 16, 100, num_draft_states=num_draft_states)
     for name in names:
         wire = EngineRequest(name, [3, 4, 5], sampling(allowed_token_ids=None), 0, [], 9)
         batch.add(Request.of(wire), 2)
