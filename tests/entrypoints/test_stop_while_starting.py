@@ -145,6 +145,22 @@ def test_sigterm_ends_the_writing_of_the_demo_model_and_leaves_no_half_of_it(
         assert not list((tmp_path / "cache" / "models").glob("SmolLM2*"))
 
 
+def test_an_exit_that_compiled_code_turns_into_its_own_error_is_one() -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "from vllm.entrypoints.cli import main\n"
+        "def compiled(*given):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n"
+        "    except SystemExit:\n"
+        "        raise ValueError('of pydantic')\n"
+        "main.main = compiled\n"
+        "sys.exit(main.program())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stderr) == (143, "")
+
+
 def test_a_second_sigterm_ends_a_process_that_is_still_cleaning_up(tmp_path: Path) -> None:
     code = (
         "import time; from vllm.utils.interrupts import exit_on_sigterm; exit_on_sigterm()\n"

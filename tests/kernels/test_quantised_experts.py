@@ -101,6 +101,7 @@ def test_both_projections_of_a_delta_net_read_what_they_ask_for(checkpoint, gate
         state_slots=torch.tensor([1, 2], dtype=torch.int32),
         query_start_loc=starts,
         seq_lens=starts.diff(),
+        draft_slots=None,
     )
     batch = SimpleNamespace(attention=at)
     x, residual = torch.randn(2, 9, 256)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# Of the signal that ends this process, once one does.
+_exit_code: int | None = None
 # Time for cleaning up after SIGTERM before the process ends whatever it does.
 _EXIT_SECONDS = 1.5
 
@@ -34,12 +36,21 @@ def ending_with(number: int) -> SystemExit:
     """To be raised for signal `number`: the exit code that shells give. The process ends in 2 s,
     also where the exception is swallowed or cleaning up hangs; children end with their parent."""
 
+    global _exit_code
+    _exit_code = 128 + number
+
     def end() -> None:
         time.sleep(_EXIT_SECONDS)
         os._exit(128 + number)
 
     threading.Thread(target=end, name="exit", daemon=True).start()
     return SystemExit(128 + number)
+
+
+def exit_code_of_signal() -> int | None:
+    """None while no signal ends this process. Compiled code (pydantic's) may turn the SystemExit
+    that is raised in it into an error of its own."""
+    return _exit_code
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from vllm.entrypoints.cli.config_file import with_file
 from vllm.errors import VllmError, did_you_mean
 from vllm.logger import get_logger, use_format
 from vllm.utils.argparse_utils import dashed
-from vllm.utils.interrupts import exit_on_sigterm
+from vllm.utils.interrupts import exit_code_of_signal, exit_on_sigterm
 from vllm.version import __version__
 
 # Name -> module with `add_parser(subparsers)`, and what it does. `add_parser` adds the parser of
@@ -189,7 +189,12 @@ def program() -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    return main()
+    try:
+        return main()
+    except Exception:
+        if (code := exit_code_of_signal()) is None:
+            raise
+        return code
 
 
 if __name__ == "__main__":
