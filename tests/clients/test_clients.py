@@ -81,7 +81,7 @@ def test_openai_calls_a_tool_and_answers_with_its_result(client: openai.OpenAI) 
 
 
 def test_openai_parses_outputs(client: openai.OpenAI) -> None:
-    fields: Any = {"model": "tiny", "temperature": 0, "max_tokens": 60}
+    fields: Any = {"model": "tiny", "temperature": 0, "max_tokens": 200}
     parsed = client.chat.completions.parse(messages=[USER], response_format=Weather, **fields)
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     tool = openai.pydantic_function_tool(Weather)

