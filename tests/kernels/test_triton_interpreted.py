@@ -21,4 +21,4 @@ def test_kernels_compute_in_the_interpreter_what_they_should(file: str):
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 5
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= 5
