@@ -29,8 +29,8 @@ class DPCoordinator:
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("engines", store), rank, size, timeout)
 
     def start_wave(self, number: int) -> None:
-        """Request `number` was sent to one of the ranks."""
-        self._last_wave = max(self._last_wave, number)
+        """A request was sent to one of the ranks. number: equal on all that know of it."""
+        self._last_wave = number
         self.is_running = True
 
     def sync(

@@ -3,8 +3,8 @@
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from vllm.errors import QueueFullError, RequestError
 
@@ -81,6 +81,12 @@ class Admission:
             self._finished.append((self._clock(), num_sequences))
             self._num_finished += num_sequences
             self._forget_old()
+
+    @asynccontextmanager
+    async def place(self, client: str, num_sequences: int) -> AsyncIterator[None]:
+        """As `reserve`, for those who may ask another process for it."""
+        with self.reserve(client, num_sequences):
+            yield
 
     def retry_after_s(self) -> int:
         """Whole seconds, 1 to 60, until what waits now would run at the rate at which sequences

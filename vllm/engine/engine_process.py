@@ -38,6 +38,7 @@ class EngineProcess:
 
     stats: of its scheduler after the last step. num_in_flight: sequences sent to it. page: of the
     heartbeats of this process and its local ranks. why_killed: by the server; "" where it was not.
+    client_address: where other clients than this process find it, once it has loaded the model.
     """
 
     def __init__(self, args: EngineArgs, dp_rank: process.DPRank):
@@ -47,22 +48,32 @@ class EngineProcess:
         self.why_killed = ""
         self.page = Page(1 + num_local_ranks(args))
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-")
-        self.addresses = [f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out")]
+        inbox, outbox, self.client_address = (
+            f"ipc://{Path(self._folder.name, name)}" for name in ("in", "out", "clients")
+        )
         self.context = zmq.asyncio.Context()
         # Not an asyncio socket: sending must not wait for the receiver.
         self.sender: zmq.Socket[bytes] = zmq.Context.shadow(self.context).socket(zmq.PUSH)
         self.receiver = self.context.socket(zmq.PULL)
-        for wire, address in zip((self.sender, self.receiver), self.addresses):
+        for wire, address in ((self.sender, inbox), (self.receiver, outbox)):
             wire.set_hwm(0)
             wire.bind(address)
         spawn = multiprocessing.get_context("spawn")
         self.process: BaseProcess = spawn.Process(
             target=process.run_engine,
-            args=(args, *self.addresses, dp_rank, self.page),
+            args=(args, inbox, outbox, self.client_address, dp_rank, self.page),
             name="vllm-engine",
         )
         with _interrupts_ignored():
             self.process.start()
+
+    @property
+    def rank(self) -> int:
+        return self.dp_rank.rank
+
+    @property
+    def is_lockstep(self) -> bool:
+        return self.dp_rank.rendezvous is not None
 
     def send(self, message: process.ToEngine) -> None:
         """Does not block: ZMQ queues any number of messages. EngineDeadError where the receiver is

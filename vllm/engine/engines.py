@@ -86,7 +86,7 @@ class Engines:
         return {name: s for watch in self._watches for name, s in watch.silent_s.items()}
 
     def name_of(self, engine: EngineProcess) -> str:
-        return f"data-parallel engine {engine.dp_rank.rank}: " if len(self.all) > 1 else ""
+        return f"data-parallel engine {engine.rank}: " if len(self.all) > 1 else ""
 
     async def watch(self) -> None:
         """Tells of processes that are stopped or stuck, and kills engines where that lasts. Their
@@ -124,7 +124,7 @@ class Engines:
     def _new_watches(self) -> list[Watch]:
         """Of each engine by itself, or of all where they step together."""
         of_engines = [self._watched(engine) for engine in self.all]
-        if self.all[0].dp_rank.rendezvous is not None:
+        if self.all[0].is_lockstep:
             of_engines = [[process for processes in of_engines for process in processes]]
         sees_ranks = self._args.distributed_executor_backend != "ray"
         return [Watch(processes, sees_ranks) for processes in of_engines]
@@ -132,7 +132,7 @@ class Engines:
     def _watched(self, engine: EngineProcess) -> list[Watched]:
         page = engine.page
         num_ranks = page.num_slots - 1
-        first = engine.dp_rank.rank * num_ranks
+        first = engine.rank * num_ranks
         names = ["the engine process", *(f"rank {first + i}" for i in range(num_ranks))]
         return [Watched(self.name_of(engine) + name, page, i) for i, name in enumerate(names)]
 

@@ -7,6 +7,8 @@ import socket
 import sys
 import time
 import traceback
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +34,12 @@ _IDLE_POLL_MS = 1000
 _POLLS_OF_REST = 3
 # Longest time between messages of a busy engine.
 _HEARTBEAT_SECONDS = 1.0
+# The client that started the engine.
+_PARENT = b""
 
 
 class Add(msgspec.Struct, tag="add"):
-    """number: running count of these messages over all engines."""
+    """number: running count of these messages of one client over all engines."""
 
     requests: list[EngineRequest]
     number: int
@@ -49,6 +53,12 @@ class Wake(msgspec.Struct, tag="wake"):
 
 class Abort(msgspec.Struct, tag="abort"):
     request_ids: list[str]
+
+
+class Leave(msgspec.Struct, tag="leave"):
+    """A client is gone: its requests are aborted."""
+
+    client: str
 
 
 class Call(msgspec.Struct, tag="call"):
@@ -100,7 +110,7 @@ class Returned(msgspec.Struct, tag="returned"):
     error: str | None = None
 
 
-ToEngine = Add | Wake | Abort | Call | Stop
+ToEngine = Add | Wake | Abort | Leave | Call | Stop
 FromEngine = Ready | Failed | Outputs | Returned
 
 UTILITIES = ("reset_prefix_cache", "sleep", "wake_up", "start_profile", "stop_profile")
@@ -116,10 +126,13 @@ class DPRank:
     listener: socket.socket | None = None
 
 
-def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank, page: Page) -> None:
+def run_engine(
+    args: EngineArgs, inbox: str, outbox: str, client_address: str, dp_rank: DPRank, page: Page
+) -> None:
     """Body of the engine process: loads the model, then serves until told to stop. inbox, outbox:
-    ZMQ addresses that the parent has bound; page: of heartbeats. The last message says why the
-    process ends."""
+    ZMQ addresses that the parent has bound; client_address: one to bind for other clients, which
+    name themselves by their routing ids. page: of heartbeats. The last message says why the process
+    ends."""
     parent = multiprocessing.parent_process()
     die_with_parent(parent.pid if parent is not None else None)
     PULSE.attach(page, 0)
@@ -130,7 +143,10 @@ def run_engine(args: EngineArgs, inbox: str, outbox: str, dp_rank: DPRank, page:
     for wire, address in ((receiver, inbox), (sender, outbox)):
         wire.set_hwm(0)
         wire.connect(address)
-    loop = _EngineLoop(receiver, sender)
+    clients = context.socket(zmq.ROUTER)
+    clients.set_hwm(0)
+    clients.bind(client_address)
+    loop = _EngineLoop(receiver, sender, clients)
     try:
         with started_early(args, dp_rank.rank), no_collections():
             loop.load(args, dp_rank)
@@ -160,9 +176,21 @@ def _failed(error: Exception, otherwise: str, is_user_error: bool = False) -> Fa
 
 
 class _EngineLoop:
-    def __init__(self, receiver: "zmq.Socket[bytes]", sender: "zmq.Socket[bytes]"):
+    def __init__(
+        self,
+        receiver: "zmq.Socket[bytes]",
+        sender: "zmq.Socket[bytes]",
+        clients: "zmq.Socket[bytes]",
+    ):
         self._receiver = receiver
         self._sender = sender
+        self._clients = clients
+        self._poller = zmq.Poller()
+        for wire in (receiver, clients):
+            self._poller.register(wire, zmq.POLLIN)
+        # By id, which client sent a request; those of the parent are not here.
+        self._owners: dict[str, bytes] = {}
+        self._waves: dict[bytes, int] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._parent = os.getppid()
@@ -174,6 +202,29 @@ class _EngineLoop:
             self._told = (message.stats.num_running, message.stats.num_waiting)
         self._last_sent = time.monotonic()
         self._sender.send(self._encoder.encode(message))
+
+    def _send_outputs(self, outputs: list[EngineOutput], started: list[str]) -> None:
+        """Each client gets what concerns its requests, the parent all statistics too."""
+        stats, owners = self.core.stats(), self._owners
+        if not owners:
+            self.send(Outputs(outputs, stats, started))
+            return
+        brief = SchedulerStats(
+            stats.num_running,
+            stats.num_waiting,
+            stats.kv_cache_usage,
+            compile_waits=stats.compile_waits,
+        )
+        parts = defaultdict(lambda: Outputs([], brief), {_PARENT: Outputs([], stats)})
+        for name in started:
+            parts[owners.get(name, _PARENT)].started.append(name)
+        for output in outputs:
+            parts[owners.get(output.request_id, _PARENT)].outputs.append(output)
+            if output.finish_reason is not None:
+                owners.pop(output.request_id, None)
+        self.send(parts.pop(_PARENT))
+        for owner, part in parts.items():
+            self._clients.send_multipart((owner, self._encoder.encode(part)))
 
     def load(self, args: EngineArgs, dp_rank: DPRank) -> None:
         from vllm.engine.core import EngineCore
@@ -209,7 +260,7 @@ class _EngineLoop:
         counts = (len(scheduler.running), len(scheduler.waiting))
         started = [new.request.request_id for new in scheduled.scheduled_new_reqs]
         if started or counts != self._told:
-            self.send(Outputs([], self.core.stats(), started))
+            self._send_outputs([], started)
 
     def run(self) -> None:
         core = self.core
@@ -225,7 +276,7 @@ class _EngineLoop:
                 outputs = core.step()
                 is_due = time.monotonic() - self._last_sent > _HEARTBEAT_SECONDS
                 if outputs or is_due or (had_work and not core.has_work):
-                    self.send(Outputs(outputs, core.stats()))
+                    self._send_outputs(outputs, [])
                 sent_idle, num_idle = False, 0
                 continue
             num_idle += 1
@@ -233,7 +284,7 @@ class _EngineLoop:
                 core.grammars.prepare()
             if not sent_idle:
                 core.check_idle()
-                self.send(Outputs([], core.stats()))
+                self._send_outputs([], [])
                 sent_idle = True
 
     def _receive(self, timeout_ms: int) -> bool:
@@ -241,33 +292,47 @@ class _EngineLoop:
         if os.getppid() != self._parent:
             return False
         PULSE.enter(Activity.IDLE if timeout_ms else Activity.STEP)
-        has_news = self._receiver.poll(timeout_ms)
+        has_news = self._poller.poll(timeout_ms)
         PULSE.enter(Activity.STEP)
         if not has_news:
             if timeout_ms and not self.core.is_sleeping:
                 self.core.executor.check_alive()
             return True
-        while True:
-            try:
-                message = self._decoder.decode(self._receiver.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
-            if isinstance(message, Stop):
-                return False
-            self._act(message)
+        for wire, _ in has_news:
+            with suppress(zmq.Again):
+                while True:
+                    *sender, data = wire.recv_multipart(zmq.NOBLOCK)
+                    message = self._decoder.decode(data)
+                    if isinstance(message, Stop):
+                        return False
+                    self._act(message, sender[0] if sender else _PARENT)
+        return True
 
-    def _act(self, message: Add | Wake | Abort | Call) -> None:
+    def _act(self, message: Add | Wake | Abort | Leave | Call, client: bytes) -> None:
         if isinstance(message, Abort):
-            self.core.abort(message.request_ids)
+            self._abort(message.request_ids)
+            return
+        if isinstance(message, Leave):
+            gone = message.client.encode()
+            self._waves.pop(gone, None)
+            self._abort([name for name, owner in self._owners.items() if owner == gone])
             return
         if isinstance(message, Call):
             self.send(self._returned(message))
             return
         if self.core.dp_coordinator is not None:
-            self.core.dp_coordinator.start_wave(message.number)
+            self._waves[client] = message.number
+            self.core.dp_coordinator.start_wave(sum(self._waves.values()))
         if isinstance(message, Add):
             for request in message.requests:
+                if client:
+                    self._owners[request.request_id] = client
                 self.core.add(request)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self.core.abort(request_ids)
+        for name in request_ids:
+            self._owners.pop(name, None)
 
     def _returned(self, call: Call) -> Returned:
         assert call.method in UTILITIES

@@ -1,5 +1,6 @@
 """What systemd asks of a service of `Type=notify`: datagrams to the socket that it names."""
 
+import asyncio
 import os
 import socket
 from contextlib import suppress
@@ -29,3 +30,10 @@ def watchdog_seconds() -> float | None:
     if pid is not None and pid != str(os.getpid()):
         return None
     return int(given) / 1e6
+
+
+async def feed_watchdog(seconds: float) -> None:
+    """Tells systemd that this event loop turns; engines are watched by this process itself."""
+    while True:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(seconds / 3)

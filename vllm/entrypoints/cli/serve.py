@@ -35,6 +35,7 @@ logger = get_logger(__name__)
 _SWITCH = argparse.BooleanOptionalAction
 WAITING_PER_PLACE = 16
 """Sequences that may wait for each that can run, by default."""
+MAX_API_SERVERS = 64
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -66,6 +67,10 @@ def add_server_flags(group: Any) -> None:
          help="Port; 0: any free port (default: 8000).")  # fmt: skip
     text("--uds", type=_text, metavar="PATH", help="Unix socket to listen on, instead of --host "
          "and --port.")  # fmt: skip
+    text("--api-server-count", "-asc", default=1, metavar="N",
+         type=_number(int, 1, MAX_API_SERVERS, f"a count from 1 to {MAX_API_SERVERS}"),
+         help="Processes that answer HTTP on the same port, for the same engines "
+         "(default: 1).")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip

@@ -82,7 +82,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
         title="vLLM", version=__version__, openapi_url=schema_path, docs_url=None, redoc_url=None
     )
     add_pages(app, settings)
-    _add_status_paths(app, service, gate, metrics)
+    _add_status_paths(app, service, gate)
     _add_model_paths(app, service)
     bodies = BodyReader(settings.max_request_bytes)
     _add_generation_paths(app, service, gate, metrics, settings, bodies)
@@ -107,7 +107,7 @@ def build_app(service: Service, gate: Gate, metrics: Metrics, settings: ServerSe
     )
 
 
-def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metrics) -> None:
+def _add_status_paths(app: FastAPI, service: Service, gate: Gate) -> None:
     async def health() -> Response:
         """200 while requests are answered, else 503 with the reason."""
         reason = service.engine.trouble or gate.refusal
@@ -124,7 +124,7 @@ def _add_status_paths(app: FastAPI, service: Service, gate: Gate, metrics: Metri
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+        return Response(await service.engine.render_metrics(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> Response:
@@ -219,23 +219,23 @@ def _add_response_paths(app: FastAPI, service: Service) -> None:
 
     @app.get(path)
     async def retrieve(request: Request, response_id: str) -> Response:
-        body = service.responses.get(response_id).body
+        body = (await service.responses.get(response_id)).body
         if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
             raise RequestError("stream is not supported of a stored response", "stream")
         return Response(body, media_type="application/json")
 
     @app.delete(path)
     async def delete(response_id: str) -> Response:
-        service.responses.delete(response_id)
+        await service.responses.delete(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.post(f"{path}/cancel")
     async def cancel(response_id: str) -> Response:
-        return cancel_response(service, response_id)
+        return await cancel_response(service, response_id)
 
     @app.get(f"{path}/input_items")
     async def items(request: Request, response_id: str) -> Response:
-        stored = service.responses.get(response_id)
+        stored = await service.responses.get(response_id)
         return json_response(input_items(stored, response_id, request.query_params))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from vllm.beam_search import BeamSearch, BeamSearchSequence
-from vllm.engine.async_llm import AsyncLLM
+from vllm.engine.engine_client import EngineClient
 from vllm.engine.input_processor import Prompt
 from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.prompts import Prompts
@@ -25,7 +25,7 @@ class Beams:
     """A search. prompt: as the engine takes it, of `token_ids`; params: what the client asked for,
     n of it is the width; request_id: unique in the engine, to which parts are added."""
 
-    engine: AsyncLLM
+    engine: EngineClient
     prompts: Prompts
     prompt: Prompt
     token_ids: list[int]

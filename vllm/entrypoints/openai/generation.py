@@ -3,16 +3,15 @@
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from fastapi import Response
 
-from vllm.engine.admission import Admission
-from vllm.engine.async_llm import AsyncLLM
+from vllm.engine.engine_client import EngineClient
 from vllm.engine.input_processor import Prompt
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.beams import Beams
@@ -22,7 +21,7 @@ from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.protocol import GenerationRequest, StreamOptions
-from vllm.entrypoints.openai.response_store import ResponseStore
+from vllm.entrypoints.openai.response_store import Responses
 from vllm.entrypoints.openai.streams import merged
 from vllm.outputs import CompletionOutput, LogprobDict, RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -31,25 +30,30 @@ from vllm.utils.aside import aside
 Json = dict[str, Any]
 
 
+class Admission(Protocol):
+    def place(self, client: str, num_sequences: int) -> AbstractAsyncContextManager[None]:
+        """Counts the sequences for as long as it lasts; QueueFullError where they are too many."""
+
+
 @dataclass
 class Service:
     """The served model as the endpoints see it.
 
     sampling_defaults: what requests that leave a sampling field open get. admission: of all their
     sequences. response_role: role of chat answers. answers: how chat answers are read. responses:
-    those that clients may come back to. numbers: of requests to the engine. caller: who asks, in
-    the copy of a service that one request gets.
+    those that clients may come back to. numbers: make ids of requests to the engine unique. caller:
+    who asks, in the copy of a service that one request gets.
     """
 
-    engine: AsyncLLM
+    engine: EngineClient
     prompts: Prompts
     sampling_defaults: Mapping[str, Any]
     admission: Admission
     response_role: str = "assistant"
     answers: AnswerFormats = field(default_factory=AnswerFormats)
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: Responses = field(default_factory=Responses)
     created: int = field(default_factory=lambda: int(time.time()))
-    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    numbers: Iterator[object] = field(default_factory=itertools.count)
     caller: Caller = field(default_factory=Caller)
     includes_usage: bool = False
     """Whether every stream ends with its usage, as --enable-force-include-usage asks for."""
@@ -160,7 +164,8 @@ class Answer(ABC):
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         caller = self.service.caller
         params = self.request.sampling_params(self.service.sampling_defaults)
-        with self.service.admission.reserve(caller.client, len(self.token_ids) * params.n):
+        num_sequences = len(self.token_ids) * params.n
+        async with self.service.admission.place(caller.client, num_sequences):
             streams = [
                 self._stream(prompt, self.params_of(prompt, params)) for prompt in self.token_ids
             ]

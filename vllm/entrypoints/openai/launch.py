@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.settings import ServerSettings
@@ -20,13 +21,17 @@ from vllm.logger import get_logger
 from vllm.utils.ports import taken_text
 from vllm.utils.startup import no_collections
 
+if TYPE_CHECKING:
+    from vllm.engine.engine_client import EngineClient
+    from vllm.engine.request_traces import RequestTracer
+
 logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_FILES = 65536
 # How long a thread that parses or renders may keep the interpreter lock from the event loop, which
 # needs it several times for each answer. Python's own 5 ms add up where several threads work.
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -93,6 +98,14 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def tracer_of(engine: "EngineClient", settings: ServerSettings) -> "RequestTracer | None":
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from vllm.engine.request_traces import RequestTracer
+
+    return RequestTracer(settings.otlp_traces_endpoint, engine.metrics.record_lost_traces)
+
+
 async def serve(
     args: EngineArgs,
     listener: socket.socket,
@@ -109,16 +122,20 @@ async def serve(
     from vllm.utils.import_utils import hide_torch
 
     hide_torch()
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     with no_collections():
-        engine = AsyncLLM(args, Supervision(settings.dead_after, settings.restarts))
-    if settings.otlp_traces_endpoint is not None:
-        from vllm.engine.request_traces import RequestTracer
-
-        engine.tracer = RequestTracer(
-            settings.otlp_traces_endpoint, engine.metrics.record_lost_traces
-        )
+        supervision = Supervision(settings.dead_after, settings.restarts)
+        is_alone = settings.api_server_count == 1
+        engine = AsyncLLM(args, supervision, has_tokenizer=is_alone)
     try:
+        if not is_alone:
+            with no_collections():
+                from vllm.entrypoints.openai.api_servers import ApiServers
+
+                servers = ApiServers(engine, settings, listener)
+            await servers.run(on_ready)
+            return
+        engine.tracer = tracer_of(engine, settings)
         with no_collections():
             from vllm.entrypoints.openai.server import Server
 

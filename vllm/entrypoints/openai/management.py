@@ -26,7 +26,7 @@ def add_management_paths(
     @app.get("/load")
     async def load() -> Response:
         """Requests being answered, this one not counted."""
-        return json_response({"server_load": gate.num_active - 1})
+        return json_response({"server_load": await service.engine.server_load(gate.num_active) - 1})
 
     async def tokenizer_info() -> Response:
         return json_response(_tokenizer_info(service))

@@ -1,13 +1,13 @@
 """Responses that were answered, for clients that come back to them while the server runs."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from vllm.entrypoints.openai.errors import ApiError
-from vllm.errors import RequestError
 
 Json = dict[str, Any]
 
@@ -64,6 +64,9 @@ class ResponseStore:
         while len(self._found) > self.max_responses or self.num_bytes > self.max_bytes:
             self._drop(next(iter(self._found)))
 
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._found
+
     def get(self, response_id: str) -> StoredResponse:
         """ApiError 404 for one that is not here."""
         if response_id not in self._found:
@@ -81,14 +84,9 @@ class ResponseStore:
                 "previous_response_not_found",
             ) from None  # fmt: skip
 
-    def item(self, item_id: str, place: str) -> Json:
-        """An item of an answer, for a reference to it."""
-        found = self._items.get(item_id)  # once: long inputs are translated in a thread
-        if found is None:
-            raise RequestError(
-                f"{place}.id {item_id[:80]!r} is of no stored item: give the item itself", "input"
-            )
-        return found
+    def items(self, item_ids: Iterable[str]) -> dict[str, Json]:
+        """Those of the items of answers that are here, by id."""
+        return {name: self._items[name] for name in item_ids if name in self._items}
 
     def delete(self, response_id: str) -> None:
         self.get(response_id)
@@ -118,3 +116,29 @@ class ResponseStore:
             f"response {response_id[:80]!r} is not stored: the server keeps the last "
             f"{self.max_responses} of those made without store: false, until it stops"
         )
+
+
+class Responses:
+    """What a server remembers of its responses; another process may have it."""
+
+    def __init__(self) -> None:
+        self.store = ResponseStore()
+
+    async def add(
+        self, response_id: str, body: bytes, given: list[Json], output: list[Json],
+        turns: list[Json], previous_id: str | None,
+    ) -> None:  # fmt: skip
+        """previous_id: of the response whose turns are the first of `turns`."""
+        self.store.add(response_id, body, given, output, turns)
+
+    async def get(self, response_id: str) -> StoredResponse:
+        return self.store.get(response_id)
+
+    async def previous(self, response_id: str) -> list[Json]:
+        return self.store.previous(response_id)
+
+    async def items(self, item_ids: list[str]) -> dict[str, Json]:
+        return self.store.items(item_ids)
+
+    async def delete(self, response_id: str) -> None:
+        self.store.delete(response_id)

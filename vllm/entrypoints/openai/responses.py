@@ -15,7 +15,11 @@ from vllm.entrypoints.openai.generation import Json, Service, json_response
 from vllm.entrypoints.openai.http import named_event
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.response_store import StoredResponse
-from vllm.entrypoints.openai.responses_protocol import ResponsesRequest, turns_of
+from vllm.entrypoints.openai.responses_protocol import (
+    ResponsesRequest,
+    referenced_ids,
+    turns_of,
+)
 from vllm.entrypoints.openai.translated import TranslatedAnswer, translated
 from vllm.errors import RequestError
 
@@ -41,11 +45,13 @@ async def _conversation(
     """Its turns up to the answer, and the request for chat that they make."""
     turns: list[Json] = []
     if request.previous_response_id is not None:
-        turns += service.responses.previous(request.previous_response_id)
+        turns += await service.responses.previous(request.previous_response_id)
     items = request.input_items()
+    ids = referenced_ids(items)
+    stored = await service.responses.items(ids) if ids else {}
 
     def translate() -> ChatCompletionRequest:
-        turns.extend(turns_of(items, service.responses))
+        turns.extend(turns_of(items, stored))
         return request.to_chat(turns)
 
     return turns, await translated([*turns, *items], translate)
@@ -59,9 +65,9 @@ async def count_input_tokens(
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
-def cancel_response(service: Service, response_id: str) -> Response:
+async def cancel_response(service: Service, response_id: str) -> Response:
     """Only responses that are whole are stored, and there is nothing to cancel of them."""
-    service.responses.get(response_id)
+    await service.responses.get(response_id)
     raise ApiError(
         400,
         f"response {response_id} has ended: only one with background: true, which this server does "
@@ -107,6 +113,7 @@ class _ResponseAnswer(TranslatedAnswer):
     items: list[Any] = field(kw_only=True)
     turns: list[Json] = field(kw_only=True)
     _number: int = field(init=False, default=0)
+    _encoded: bytes = field(init=False, default=b"")
 
     # Clients take an answer without one for an unfinished step.
     needs_text = True
@@ -141,14 +148,21 @@ class _ResponseAnswer(TranslatedAnswer):
     # ------------------------------------------------------------ the response
 
     def body(self) -> msgspec.Raw:
-        """When the answer is whole; it is stored then."""
-        output = [self._item(block, self._status_of(block)) for block in self.blocks.found]
-        status = self._status
-        body = msgspec.json.encode(self._body(status, output))
-        if self.source.is_stored and status != "failed":
-            turns = [*self.turns, self._turn()]
-            self.service.responses.add(self.request_id, body, self.items, output, turns)
-        return msgspec.Raw(body)
+        if not self._encoded:
+            self._encoded = msgspec.json.encode(self._body(self._status, self._output()))
+        return msgspec.Raw(self._encoded)
+
+    async def keep(self) -> None:
+        if not self.source.is_stored or self._status == "failed":
+            return
+        self.body()
+        await self.service.responses.add(
+            self.request_id, self._encoded, self.items, self._output(), [*self.turns, self._turn()],
+            self.source.previous_response_id,
+        )  # fmt: skip
+
+    def _output(self) -> list[Json]:
+        return [self._item(block, self._status_of(block)) for block in self.blocks.found]
 
     @property
     def _is_complete(self) -> bool:

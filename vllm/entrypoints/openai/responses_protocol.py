@@ -7,7 +7,6 @@ from pydantic import Field
 
 from vllm.entrypoints.openai.output_format import Items, JsonSchema, _Lenient
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.translated import TranslatedRequest, item_of, joined_text, type_of
 from vllm.errors import RequestError
 
@@ -227,9 +226,9 @@ def _only(tools: list[Json], allowed: AllowedTools) -> list[Json]:
 class _Turns:
     """Items as messages of chat. An assistant's reasoning, text and calls are one message."""
 
-    def __init__(self, store: ResponseStore):
+    def __init__(self, stored: Mapping[str, Json]):
         self.found: list[Json] = []
-        self._store = store
+        self._stored = stored
         self._kinds: dict[str, Callable[[Json, Place], None]] = {
             "message": self._message,
             "function_call": self._call,
@@ -274,8 +273,13 @@ class _Turns:
             turn["reasoning_content"] = text
 
     def _reference(self, item: Json, at: Place) -> None:
-        place = ".".join(map(str, at))
-        self.add(self._store.item(item_of(ItemReference, item, at).id, place), at)
+        item_id = item_of(ItemReference, item, at).id
+        if item_id not in self._stored:
+            place = ".".join(map(str, at))
+            raise RequestError(
+                f"{place}.id {item_id[:80]!r} is of no stored item: give the item itself", "input"
+            )
+        self.add(self._stored[item_id], at)
 
     def _assistant(self, *begun_by: str) -> Json:
         """The assistant's message that goes on, or a new one where it has one of `begun_by`."""
@@ -285,9 +289,16 @@ class _Turns:
         return self.found[-1]
 
 
-def turns_of(items: list[Any], store: ResponseStore) -> list[Json]:
-    """Input items as messages of chat; an error names the item."""
-    turns = _Turns(store)
+def referenced_ids(items: list[Any]) -> list[str]:
+    """Of the stored items that input items refer to."""
+    found = [item.get("id") for item in items
+             if isinstance(item, dict) and item.get("type") == "item_reference"]  # fmt: skip
+    return [name for name in found if isinstance(name, str)]
+
+
+def turns_of(items: list[Any], stored: Mapping[str, Json]) -> list[Json]:
+    """Input items as messages of chat; an error names the item. stored: what they refer to."""
+    turns = _Turns(stored)
     for place, item in enumerate(items):
         turns.add(item, ("input", place))
     for turn in turns.found:

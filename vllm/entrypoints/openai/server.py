@@ -3,17 +3,16 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 
 from vllm import envs
 from vllm.engine.admission import Admission
-from vllm.engine.async_llm import AsyncLLM
+from vllm.engine.engine_client import EngineClient
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.generation import Service
@@ -21,6 +20,7 @@ from vllm.entrypoints.openai.http import Gate
 from vllm.entrypoints.openai.http_protocol import http_protocol
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.settings import ServerSettings
+from vllm.entrypoints.openai.stop import Stop, first_of
 from vllm.errors import EngineDeadError
 from vllm.logger import get_logger
 from vllm.reasoning.registry import reasoning_format
@@ -44,15 +44,22 @@ _DEAD_ENGINE_S = 1.0
 class Server:
     """Answers HTTP for one engine, from before the model is loaded to the last request."""
 
-    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
+    def __init__(
+        self,
+        engine: EngineClient,
+        settings: ServerSettings,
+        stop: Stop | None = None,
+        service: Service | None = None,
+    ):
+        """stop: None for signals to this process. service: None for one that no other process has
+        a part in."""
         self._engine = engine
         self._settings = settings
         keys = tuple(key.encode() for key in settings.api_key)
         self._gate = Gate(keys, settings.protect_metrics)
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
-        self._signal = 0
-        service = make_service(engine, settings)
+        self._stop = stop or Stop()
+        self._hears_signals = stop is None
+        service = service or make_service(engine, settings)
         app = build_app(service, self._gate, engine.metrics, settings)
         self._uvicorn = _Uvicorn(_uvicorn_config(app, settings))
 
@@ -62,23 +69,28 @@ class Server:
         serving = asyncio.create_task(self._uvicorn.serve([listener]))
         others = [asyncio.create_task(self._cut_idle_connections())]
         if (seconds := systemd.watchdog_seconds()) is not None:
-            others.append(asyncio.create_task(_feed_watchdog(seconds)))
+            others.append(asyncio.create_task(systemd.feed_watchdog(seconds)))
         try:
-            with self._signals():
-                await _first(self._engine.wait_ready(), self._stop.wait(), serving)
-                if self._stop.is_set():
-                    raise ending_with(self._signal)  # nothing was promised to anybody
+            with self._stop.on_signals() if self._hears_signals else contextlib.nullcontext():
+                await first_of(self._engine.wait_ready(), self._stop.soon.wait(), serving)
+                if self._stop.count:
+                    raise ending_with(self._stop.number)  # nothing was promised to anybody
                 self._gate.refusal = None
                 systemd.notify("READY=1")
                 on_ready(self._engine.model_config.served_model_name[0])
-                await _first(self._engine.wait_dead(), self._stop.wait(), serving)
+                await first_of(self._engine.wait_dead(), self._stop.soon.wait(), serving)
                 await self._drain()
         finally:
             await self._close(serving)
             for other in others:
                 other.cancel()
-        if not self._stop.is_set():
+        if not self._stop.count:
             raise EngineDeadError(self._engine.dead_reason)
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are being answered."""
+        return self._gate.num_active
 
     async def _drain(self) -> None:
         """Lets running requests finish, refusing new ones."""
@@ -96,7 +108,7 @@ class Server:
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.shutdown_timeout):
-                await _first(self._until_idle(), self._stop_now.wait(), self._engine.wait_dead())
+                await first_of(self._until_idle(), self._stop.now.wait(), self._engine.wait_dead())
         if self._gate.num_active:
             logger.warning("stopping with %d requests unfinished", self._gate.num_active)
             await self._engine.shutdown()  # each of them gets an error
@@ -111,23 +123,6 @@ class Server:
         for connection in list(self._uvicorn.server_state.connections):
             connection.transport.abort()
         await serving
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number in before:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int) -> None:
-        self._signal = self._signal or number
-        (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _cut_idle_connections(self) -> None:
         """Nothing in uvicorn bounds the wait for a request's head or for an answer's last byte."""
@@ -150,13 +145,6 @@ class Server:
                     connection.transport.abort()
 
 
-async def _feed_watchdog(seconds: float) -> None:
-    """Tells systemd that this event loop turns; engines are watched by this process itself."""
-    while True:
-        systemd.notify("WATCHDOG=1")
-        await asyncio.sleep(seconds / 3)
-
-
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -175,6 +163,8 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         ws="none",
         log_config=None,
         log_level=settings.uvicorn_log_level,
+        # What one turn of the event loop accepts: where several processes do, the idle ones do it.
+        backlog=1 if settings.api_server_count > 1 else 2048,
         access_log=False,
         server_header=False,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
@@ -186,7 +176,8 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
+def make_service(engine: EngineClient, settings: ServerSettings, **shared: Any) -> Service:
+    """shared: fields of Service that other processes have a part in."""
     model = engine.model_config
     prompts = Prompts(
         engine.tokenizer,
@@ -207,10 +198,12 @@ def make_service(engine: AsyncLLM, settings: ServerSettings) -> Service:
         engine,
         prompts,
         defaults,
-        Admission(engine.max_num_seqs, settings.max_waiting or None),
+        shared.pop("admission", None)
+        or Admission(engine.max_num_seqs, settings.max_waiting or None),
         settings.response_role,
         _answer_formats(settings),
         includes_usage=settings.enable_force_include_usage,
+        **shared,
     )
 
 
@@ -220,19 +213,3 @@ def _answer_formats(settings: ServerSettings) -> AnswerFormats:
         tool_parser(calls, settings.tool_parser_plugin) if calls else None,
         reasoning_format(reasoning) if reasoning else None,
     )
-
-
-async def _first(*waits: Awaitable[Any]) -> None:
-    """Waits for one of `waits`, raises its error if it has one, and cancels the others.
-
-    A task among them is only waited for, never cancelled.
-    """
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task, wait in zip(tasks, waits, strict=True):
-            if task is not wait:
-                task.cancel()

@@ -8,14 +8,16 @@ from typing import Any
 class ServerSettings:
     """Flags of `vllm serve` under their own names: all that do not concern the engine.
 
-    chat_template: Jinja text. max_waiting: sequences; 0 for no limit. request_timeout: seconds that
-    a request may take; None for any. max_request_bytes: None for the defaults of each path.
+    api_server_count: processes that answer HTTP. chat_template: Jinja text. max_waiting: sequences;
+    0 for no limit. request_timeout: seconds that a request may take; None for any.
+    max_request_bytes: None for the defaults of each path.
     otlp_traces_endpoint: URL that traces are sent to; None for none.
     shutdown_timeout in seconds: what running requests get to finish after SIGTERM. dead_after in
     seconds, restarts within an hour: of engines (`vllm.engine.supervision.Supervision`). The
     allowed_* are those of CORS, which is off without origins.
     """
 
+    api_server_count: int
     api_key: tuple[str, ...]
     protect_metrics: bool
     chat_template: str | None

@@ -170,6 +170,9 @@ class TranslatedAnswer(ChatAnswer, ABC):
     def body(self) -> Any:
         """The response as JSON has it, when the answer is whole."""
 
+    async def keep(self) -> None:
+        """Called when the answer is whole, before its client knows."""
+
     @abstractmethod
     def opening(self) -> bytes:
         """Events before the first block."""
@@ -195,6 +198,7 @@ class TranslatedAnswer(ChatAnswer, ABC):
             if not self.streams:
                 async for _ in self._steps():
                     pass
+                await self.keep()
                 return json_response(self.body())
             parts = self._parts()
             # The first is waited for, so that a refused request gets an error status.
@@ -211,6 +215,7 @@ class TranslatedAnswer(ChatAnswer, ABC):
                     is_open = True
                     if told := opening + b"".join(map(self.events, steps)):
                         yield told
+            await self.keep()
             yield self.closing()
         except Exception as error:
             if not is_open:
