@@ -20,7 +20,7 @@ from vllm.entrypoints.openai.anthropic_protocol import MessagesRequest
 from vllm.entrypoints.openai.blocks import Begin, Blocks, Delta, End
 from vllm.entrypoints.openai.caller import Caller
 from vllm.entrypoints.openai.prompts import Prompts
-from vllm.entrypoints.openai.response_store import ResponseStore
+from vllm.entrypoints.openai.response_store import Responses
 from vllm.entrypoints.openai.responses import _ResponseAnswer
 from vllm.entrypoints.openai.responses_protocol import ResponsesRequest
 from vllm.entrypoints.openai.translated import TranslatedAnswer
@@ -55,7 +55,7 @@ def _service() -> Any:
     return SimpleNamespace(
         engine=_Engine(), prompts=Prompts(tokenizer, 1000), sampling_defaults={},
         model_names=("tiny",), max_model_len=1000, response_role="assistant",
-        responses=ResponseStore(), numbers=itertools.count(),
+        responses=Responses(), numbers=itertools.count(),
         admission=Admission(1, None), caller=Caller(),
     )  # fmt: skip
 
@@ -239,7 +239,7 @@ def test_a_call_that_is_cut_off_is_incomplete_and_not_part_of_the_conversation()
     statuses = [item["status"] for item in last["response"]["output"]]
     assert statuses == ["completed", "completed", "completed", "incomplete"]
     assert json.loads(last["response"]["output"][2]["arguments"]) == {"utc": True}
-    (turn,) = answer.service.responses.previous("resp_1")[1:]
+    (turn,) = answer.service.responses.store.previous("resp_1")[1:]
     (call,) = turn["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"utc": True}
     assert turn["reasoning_content"] == "\nhm, \u00fc\n"

@@ -4,7 +4,6 @@ import pytest
 
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.response_store import Json, ResponseStore
-from vllm.errors import RequestError
 
 
 def _add(store: ResponseStore, name: str, turns: list[Json], text: str = "") -> list[Json]:
@@ -33,9 +32,7 @@ def test_what_was_used_last_is_kept() -> None:
     store.get("a")
     _add(store, "d", [])
     assert _stored(store, "abcd") == "acd"
-    assert store.item("msg_a", "input.0")["type"] == "message"
-    with pytest.raises(RequestError, match="'msg_b' is of no stored item"):
-        store.item("msg_b", "input.0")
+    assert store.items(["msg_a", "msg_b"]) == {"msg_a": {"id": "msg_a", "type": "message"}}
 
 
 def test_bytes_are_bounded_and_shared_turns_count_once() -> None:
@@ -71,5 +68,4 @@ def test_nothing_is_left_of_responses_that_are_deleted() -> None:
 def test_the_ids_of_items_that_a_client_sends_name_nothing() -> None:
     store = ResponseStore()
     store.add("a", b"{}", [{"id": "msg_x", "role": "user", "content": "x"}], [], [])
-    with pytest.raises(RequestError, match="give the item itself"):
-        store.item("msg_x", "input.0")
+    assert store.items(["msg_x"]) == {}

@@ -67,7 +67,7 @@ def test_a_switch_can_be_off_and_the_last_word_counts() -> None:
         (["--generation-config", "/nowhere"], "it takes auto, vllm or a folder"),
         (["--all2all-backend", "mori"], "VLLM_ALL2ALL_BACKEND='mori' is not valid"),
         (["--ssl-cert-reqs", "2"], "need --ssl-certfile"),
-        (["--api-server-count", "4"], "--api-server-count 4 is not supported"),
+        (["--headless", "--api-server-count", "4"], "--headless is not supported"),
         (["--help=max-num-sequences"], "did you mean --max-num-seqs"),
     ],
 )

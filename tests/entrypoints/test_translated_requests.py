@@ -11,7 +11,6 @@ from vllm.entrypoints.openai.anthropic_protocol import MessagesRequest
 from vllm.entrypoints.openai.api_server import validated
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.response_store import ResponseStore
 from vllm.entrypoints.openai.responses_protocol import ResponsesRequest, turns_of
 from vllm.errors import RequestError
 
@@ -95,7 +94,7 @@ TURNS = [
 def _of_responses(fields: dict[str, Any]) -> ChatCompletionRequest:
     request = validated(ResponsesRequest, fields)
     request.check()
-    return request.to_chat(turns_of(request.input_items(), ResponseStore()))
+    return request.to_chat(turns_of(request.input_items(), {}))
 
 
 def _of_messages(fields: dict[str, Any]) -> ChatCompletionRequest:
@@ -152,7 +151,7 @@ def test_a_second_reasoning_begins_a_new_message_of_the_assistant() -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
     call = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
     said = {"role": "assistant", "content": "so"}
-    turns = turns_of([thought, call, thought, said, said], ResponseStore())
+    turns = turns_of([thought, call, thought, said, said], {})
     assert [sorted(turn) for turn in turns] == [
         ["reasoning_content", "role", "tool_calls"], ["content", "reasoning_content", "role"],
         ["content", "role"],

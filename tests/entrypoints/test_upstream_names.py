@@ -178,7 +178,7 @@ def assert_neutral(row: Row, neutral: str) -> None:
         ("--load-format runai_streamer", "--load-format=auto"),
         ("--structured-outputs-config.reasoning_parser qwen3", "--reasoning-parser=qwen3"),
         ("--watermark -0.5 --port 1", "--port 1"),
-        ("--api-server-count 2 -dp 2", "-dp 2"),
+        ("--api-server-count 2 -dp 2", "--api-server-count 2 -dp 2"),
         ("--data-parallel-size-local=1", ""),
         ("--limit-mm-per-prompt.image 2", ""),
     ],
