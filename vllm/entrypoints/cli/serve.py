@@ -67,10 +67,6 @@ def add_server_flags(group: Any) -> None:
          help="Port; 0: any free port (default: 8000).")  # fmt: skip
     text("--uds", type=_text, metavar="PATH", help="Unix socket to listen on, instead of --host "
          "and --port.")  # fmt: skip
-    text("--api-server-count", "-asc", default=1, metavar="N",
-         type=_number(int, 1, MAX_API_SERVERS, f"a count from 1 to {MAX_API_SERVERS}"),
-         help="Processes that answer HTTP on the same port, for the same engines "
-         "(default: 1).")  # fmt: skip
     text("--chat-template", help="Jinja file or text, instead of the model's own.")
     text("--trust-request-chat-template", action=_SWITCH, default=False,
          help="Accept chat templates in requests.")  # fmt: skip
@@ -165,6 +161,10 @@ def _add_certificate_flags(group: Any) -> None:
 
 def _add_supervision_flags(group: Any) -> None:
     text = group.add_argument
+    text("--api-server-count", "-asc", default=1, metavar="N",
+         type=_number(int, 1, MAX_API_SERVERS, f"a count from 1 to {MAX_API_SERVERS}"),
+         help="Processes that answer HTTP on the same port, for the same engines "
+         "(default: 1).")  # fmt: skip
     text("--dead-after", type=_number(float, 5, 1e9, "a number of seconds of 5 or more"),
          default=60.0, metavar="SECONDS",
          help="An engine with a process that is stopped or stuck for so long is killed and started "

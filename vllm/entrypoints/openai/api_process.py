@@ -17,13 +17,12 @@ from vllm.config import VllmConfig
 from vllm.engine.api_client import ApiClient
 from vllm.engine.api_messages import ServerState, Serving
 from vllm.engine.process import Call, Failed
-from vllm.entrypoints.openai.launch import SWITCH_S, raise_file_limit, tracer_of
+from vllm.entrypoints.openai.http_setup import prepare_process, tracer_of
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.entrypoints.openai.stop import Stop
 from vllm.errors import EngineDeadError, VllmError
 from vllm.executor.messages import leave_signals_to_parent
 from vllm.utils.heartbeat import PULSE, Activity, Page
-from vllm.utils.import_utils import hide_torch
 from vllm.utils.processes import die_with_parent
 from vllm.utils.startup import no_collections
 
@@ -46,9 +45,7 @@ def run_api_process(
     PULSE.attach(page, 0)
     leave_signals_to_parent()
     envs.set_for_children("NOTIFY_SOCKET", None)  # the parent speaks with systemd
-    hide_torch()
-    raise_file_limit()
-    sys.setswitchinterval(SWITCH_S)
+    prepare_process()
     shared = _SharedListener(listener.family, listener.type, listener.proto, listener.detach())
     with asyncio.Runner() as runner:
         sys.exit(runner.run(_serve(config, settings, shared, control, name, place)))

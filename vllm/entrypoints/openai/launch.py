@@ -8,30 +8,22 @@ import asyncio
 import errno
 import resource
 import socket
-import sys
 from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.http_setup import prepare_process, tracer_of
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
 from vllm.utils.ports import taken_text
 from vllm.utils.startup import no_collections
 
-if TYPE_CHECKING:
-    from vllm.engine.engine_client import EngineClient
-    from vllm.engine.request_traces import RequestTracer
-
 logger = get_logger(__name__)
 
 _BACKLOG = 2048
 _MAX_FILES = 65536
-# How long a thread that parses or renders may keep the interpreter lock from the event loop, which
-# needs it several times for each answer. Python's own 5 ms add up where several threads work.
-SWITCH_S = 0.0005
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -98,14 +90,6 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def tracer_of(engine: "EngineClient", settings: ServerSettings) -> "RequestTracer | None":
-    if settings.otlp_traces_endpoint is None:
-        return None
-    from vllm.engine.request_traces import RequestTracer
-
-    return RequestTracer(settings.otlp_traces_endpoint, engine.metrics.record_lost_traces)
-
-
 async def serve(
     args: EngineArgs,
     listener: socket.socket,
@@ -119,10 +103,8 @@ async def serve(
     """
     from vllm.engine.async_llm import AsyncLLM
     from vllm.engine.supervision import Supervision
-    from vllm.utils.import_utils import hide_torch
 
-    hide_torch()
-    sys.setswitchinterval(SWITCH_S)
+    prepare_process()
     with no_collections():
         supervision = Supervision(settings.dead_after, settings.restarts)
         is_alone = settings.api_server_count == 1
