@@ -16,7 +16,7 @@ from vllm.version import __version__
 
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "apache-tvm-ffi",
-    "fastapi", "uvicorn", "aiohttp", "httptools", "pydantic", "msgspec", "pyzmq",
+    "fastapi", "uvicorn", "aiohttp", "httptools", "uvloop", "pydantic", "msgspec", "pyzmq",
     "xgrammar", "prometheus_client", "triton", "flashinfer-python", "sgl-deep-gemm", "numpy",
 )  # fmt: skip
 _CPU_FEATURES = (

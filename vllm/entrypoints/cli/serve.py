@@ -1,7 +1,6 @@
 """`vllm serve`: an OpenAI-compatible server."""
 
 import argparse
-import asyncio
 import socket
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
 from vllm.entrypoints.cli.greeting import greeting
 from vllm.entrypoints.demo import demo_model_path
+from vllm.entrypoints.openai.http_setup import runner
 from vllm.entrypoints.openai.launch import (
     bind,
     bind_path,
@@ -230,8 +230,8 @@ def run(args: argparse.Namespace) -> int:
             print(text, flush=True)
 
     try:
-        with asyncio.Runner() as runner:
-            runner.run(serve(engine_args, listener, settings, on_ready))
+        with runner() as loop:
+            loop.run(serve(engine_args, listener, settings, on_ready))
     except EngineDeadError as error:
         print(f"vllm: error: {error}", file=sys.stderr)
         return 1

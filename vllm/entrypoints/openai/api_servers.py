@@ -280,7 +280,8 @@ class ApiServers:
         if not inspect.isawaitable(value):
             self._send(api, Answer(call.number, value))
             return
-        task = asyncio.ensure_future(self._answer(api, call.number, value))
+        changes = call.method in _ENGINE_CALLS
+        task = asyncio.ensure_future(self._answer(api, call.number, value, changes))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
@@ -297,12 +298,15 @@ class ApiServers:
         assert name == "kernels" or name in _ENGINE_CALLS, name
         return getattr(self._engine, name)  # type: ignore[no-any-return]
 
-    async def _answer(self, api: _ApiProcess, number: int, value: Any) -> None:
+    async def _answer(self, api: _ApiProcess, number: int, value: Any, changes: bool) -> None:
+        """changes: what all processes must know of before the call returns."""
         try:
             answer = Answer(number, await value)
         except VllmError as error:
             answer = Answer.of_error(number, error)
-        self._tell_state()  # what the call has changed is known before it returns
+        if changes:
+            self._tell_state()
+            await self._ask_reports()  # who answers has read what was sent before
         self._send(api, answer)
 
     def _admit(self, api: _ApiProcess, key: int, client: str, num_sequences: int) -> None:

@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.http_setup import prepare_process, tracer_of
+from vllm.entrypoints.openai.http_setup import BACKLOG, prepare_process, tracer_of
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.errors import ConfigError
 from vllm.logger import get_logger
@@ -22,7 +22,6 @@ from vllm.utils.startup import no_collections
 
 logger = get_logger(__name__)
 
-_BACKLOG = 2048
 _MAX_FILES = 65536
 
 
@@ -36,7 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         # SO_REUSEADDR lets two sockets bind one port as long as neither listens.
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             fix = taken_text(host, port, "--port ")
@@ -56,7 +55,7 @@ def bind_path(path: str) -> socket.socket:
                 raise OSError("another server listens there")
             Path(path).unlink()
         listener.bind(path)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on --uds {path}: {error}; choose another path") from error

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.generation import Service
 from vllm.entrypoints.openai.http import Gate
 from vllm.entrypoints.openai.http_protocol import http_protocol
+from vllm.entrypoints.openai.http_setup import BACKLOG
 from vllm.entrypoints.openai.prompts import Prompts
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.entrypoints.openai.stop import Stop, first_of
@@ -153,6 +154,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    has_uvloop = not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
     log = logging.getLogger("uvicorn")
     log.handlers = logging.getLogger("vllm").handlers
     log.propagate = False
@@ -163,8 +165,9 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         ws="none",
         log_config=None,
         log_level=settings.uvicorn_log_level,
-        # What one turn of the event loop accepts: where several processes do, the idle ones do it.
-        backlog=1 if settings.api_server_count > 1 else 2048,
+        # asyncio takes it for what one turn of the loop accepts: of several processes, the idle
+        # ones are to do it. uvloop accepts one.
+        backlog=1 if settings.api_server_count > 1 and not has_uvloop else BACKLOG,
         access_log=False,
         server_header=False,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
