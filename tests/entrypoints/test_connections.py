@@ -113,7 +113,8 @@ def test_a_client_that_takes_nothing_of_its_stream_loses_it(
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    asyncio.run(http.EventStream(b"first", events())({"type": "http"}, receive, send))
+    scope = {"type": "http", "state": {"vllm.send": send}}
+    asyncio.run(http.EventStream(b"first", events())(scope, receive, send))
     assert made == [0, 1, 2]
     assert is_closed == [True]
     assert "a client took nothing for" in caplog.text

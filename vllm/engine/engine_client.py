@@ -53,6 +53,12 @@ class InFlightRequest:
     trace: RequestTrace | None = None
     updated: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def begin(self) -> None:
+        """Its first step is about to be computed, or was."""
+        self.unsent = []
+        if self.trace is not None:
+            self.trace.begin()
+
 
 class EngineClient(EngineCalls):
     """`generate` yields a request's outputs; closing the generator aborts the request. tracer: gets
@@ -260,11 +266,9 @@ class EngineClient(EngineCalls):
             self.tracer.record(in_flight.trace.finished(in_flight.state, stats, model, error))
 
     def _take_outputs(self, engine: EngineLink, message: process.Outputs) -> None:
-        for name in (*message.started, *(output.request_id for output in message.outputs)):
+        for name in message.started:
             if (in_flight := self._in_flight.get(name.rpartition("#")[0])) is not None:
-                in_flight.unsent = []
-                if in_flight.trace is not None:
-                    in_flight.trace.begin()
+                in_flight.begin()
         self._take_stats(engine, message.stats)
         if not message.outputs:
             return
@@ -276,7 +280,11 @@ class EngineClient(EngineCalls):
         for state, output in changed:
             assert isinstance(state, RequestState)
             record_output(metrics, state, output, now)
-            self._in_flight[state.request_id].updated.set()
+            in_flight = self._in_flight[state.request_id]
+            if in_flight.unsent:
+                in_flight.begin()
+            in_flight.updated.set()
+        metrics.record_generated(sum(len(output.token_ids) for _, output in changed))
 
     def num_unfinished(self, rank: int) -> int:
         """Sequences sent to an engine that it has not finished."""

@@ -40,7 +40,8 @@ class _Choice:
 
 
 class RequestState:
-    """A request in flight, as its client sees it. is_counted: its prompt is in the metrics."""
+    """A request in flight, as its client sees it. is_counted: its prompt is in the metrics. times:
+    one object in all outputs."""
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        # At every token: a generator would cost four times as much.
+        return None not in [choice.finish_reason for choice in self.choices]
 
     @property
     def num_running(self) -> int:
@@ -95,10 +97,6 @@ class RequestState:
         for choice in self.choices:
             choice.finish_reason = choice.finish_reason or FinishReason.ABORT
         return running
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
 
     def add(self, output: EngineOutput) -> bool:
         """Adds one step's output; True when a stop text ended a choice that the engine runs on."""
@@ -122,6 +120,7 @@ class RequestState:
     def _extend(self, choice: _Choice, output: EngineOutput) -> bool:
         """Adds tokens to a choice; True when a stop text ended it before the engine did."""
         choice.token_ids += output.token_ids
+        self.times.num_generation_tokens += len(output.token_ids)
         for entry in output.logprobs or ():
             choice.logprobs.append(self._logprob_dict(entry))
             choice.cumulative_logprob += entry.logprobs[0]
@@ -179,8 +178,8 @@ class RequestState:
     def take(self) -> RequestOutput | None:
         """What is new since the last call, in the requested output_kind; None for nothing."""
         self.read_prompt()
-        kind = self.params.output_kind
-        if kind == RequestOutputKind.FINAL_ONLY and not self.is_finished:
+        kind, is_finished = self.params.output_kind, self.is_finished
+        if kind == RequestOutputKind.FINAL_ONLY and not is_finished:
             return None
         is_delta = kind == RequestOutputKind.DELTA
         outputs = [
@@ -194,20 +193,9 @@ class RequestState:
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=outputs,
-            finished=self.is_finished,
+            finished=is_finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=self._times(),
-        )
-
-    def _times(self) -> RequestStateStats:
-        times = self.times
-        return RequestStateStats(
-            times.arrival_time,
-            times.queued_ts,
-            scheduled_ts=times.queued_ts + self.queue_seconds if times.first_token_ts else 0.0,
-            first_token_ts=times.first_token_ts,
-            last_token_ts=times.last_token_ts,
-            num_generation_tokens=self.num_output_tokens,
+            metrics=self.times,
         )
 
     def _completion(self, choice: _Choice, is_delta: bool) -> CompletionOutput:

@@ -10,19 +10,20 @@ from vllm.engine.output_processor import RequestState
 def record_output(
     metrics: EngineMetrics | None, state: RequestState, output: EngineOutput, now: float
 ) -> None:
-    """Counts one step's output of a request. now: time.monotonic. metrics: None to keep the times
-    of the request alone."""
+    """Counts one step's output of a request, but for its tokens. now: time.monotonic. metrics: None
+    to keep the times of the request alone."""
     times, num_tokens = state.times, len(output.token_ids)
     is_first, gap = not times.first_token_ts, now - times.last_token_ts
     if num_tokens:
-        times.first_token_ts = times.first_token_ts or now
+        if is_first:
+            times.first_token_ts = now
+            times.scheduled_ts = times.queued_ts + state.queue_seconds
         times.last_token_ts = now
     if metrics is None:
         return
     if not state.is_counted and output.error is None:
         state.is_counted = True
         metrics.record_prompt(len(state.prompt_token_ids), state.num_cached_tokens)
-    metrics.record_generated(num_tokens)
     if num_tokens and is_first:
         metrics.record_first_token(times.first_token_latency)
     elif num_tokens:
@@ -37,7 +38,7 @@ def request_stats(state: RequestState) -> RequestStats:
     return RequestStats(
         num_prompt_tokens=len(state.prompt_token_ids),
         num_cached_tokens=state.num_cached_tokens,
-        num_generation_tokens=state.num_output_tokens,
+        num_generation_tokens=times.num_generation_tokens,
         max_generation_tokens=max(len(choice.token_ids) for choice in state.choices),
         e2e_seconds=now - times.queued_ts,
         queue_seconds=state.queue_seconds,

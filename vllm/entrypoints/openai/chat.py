@@ -86,6 +86,8 @@ class ChatAnswer(Answer):
         if reader is None:
             reader = self.readers[new.index] = self.form.reader()
         events = reader.feed(new.text, new.finish_reason is not None)
+        if self.form.is_plain:
+            return events
         if self.request.parallel_tool_calls is False:  # which free text may not heed
             events = [event for event in events if getattr(event, "index", 0) == 0]
         texts = self.reasoning.setdefault(new.index, [])
@@ -113,9 +115,9 @@ class ChatAnswer(Answer):
 
     def _delta(self, events: Iterable[Event]) -> Json:
         """Of a part of an answer; of a plain one its content, be it empty."""
-        delta = self._texts(events)
         if self.form.is_plain:
-            delta.setdefault("content", "")
+            return {"content": "".join([e.text for e in events if isinstance(e, Content)])}
+        delta = self._texts(events)
         calls: list[Json] = []
         for event in events:
             if isinstance(event, Call):

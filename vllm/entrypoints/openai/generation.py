@@ -16,7 +16,7 @@ from vllm.engine.input_processor import Prompt
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.beams import Beams
 from vllm.entrypoints.openai.caller import Caller
-from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.errors import ApiError, as_api_error
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
 from vllm.entrypoints.openai.prompts import Prompts
@@ -147,19 +147,31 @@ class Answer(ABC):
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self.extra}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        head = self._head(self.chunk_kind)
+        """The events of each output in one item, an error among them after the first, the end."""
+        head = msgspec.json.encode(self._head(self.chunk_kind))[:-1]
         options = self.request.stream_options or StreamOptions()
         has_usage = options.include_usage or self.service.includes_usage
         usage: Json = {"usage": None} if has_usage else {}
-        async with aclosing(self._outputs()) as outputs:
-            async for index, output in outputs:
-                if has_usage and options.continuous_usage_stats:
-                    usage = {"usage": self._usage()}
-                for new in output.outputs:
-                    for choice, extra in await self.chunks(index, output, new):
-                        yield msgspec.json.encode({**head, "choices": [choice], **usage, **extra})
-        if has_usage:
-            yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
+        is_first = True
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for index, output in outputs:
+                    if has_usage and options.continuous_usage_stats:
+                        usage = {"usage": self._usage()}
+                    told = b""
+                    for new in output.outputs:
+                        for choice, extra in await self.chunks(index, output, new):
+                            told += _event(head, {"choices": [choice], **usage, **extra})
+                    if told:
+                        yield told
+                        is_first = False
+            if has_usage:
+                yield _event(head, {"choices": [], "usage": self._usage()})
+        except Exception as error:
+            if is_first:
+                raise
+            yield b"data: %b\n\n" % msgspec.json.encode(as_api_error(error).body())
+        yield b"data: [DONE]\n\n"
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         caller = self.service.caller
@@ -171,7 +183,8 @@ class Answer(ABC):
             ]
             async with aclosing(caller.in_time(merged(streams))) as outputs:
                 async for index, output in outputs:
-                    self.num_completion_tokens += sum(len(new.token_ids) for new in output.outputs)
+                    for new in output.outputs:
+                        self.num_completion_tokens += len(new.token_ids)
                     self.cached_tokens[index] = output.num_cached_tokens
                     yield index, output
 
@@ -233,6 +246,11 @@ async def built(
     if count < _MANY_LOGPROBS:
         return make(*arguments)
     return await aside(make, *arguments)
+
+
+def _event(head: bytes, fields: Json) -> bytes:
+    """head: JSON of the fields before, without its closing brace."""
+    return b"data: %b,%b\n\n" % (head, msgspec.json.encode(fields)[1:])
 
 
 def json_response(body: Any) -> Response:

@@ -36,6 +36,8 @@ OPEN_PATHS = PAGE_PATHS | {"/health", "/live", "/ping", "/version", "/metrics"}
 server that protects them."""
 
 _REQUEST_ID = re.compile(REQUEST_ID)
+# The server's own `send`, in the state of a request.
+_SEND = "vllm.send"
 _METHODS = ("GET", "POST", "OPTIONS", "HEAD", "PUT", "DELETE")
 _WEIGHT = re.compile(r"[01](\.\d{0,3})?")  # of a media type in Accept
 _SEND_TIMEOUT_S = 60.0
@@ -111,6 +113,7 @@ class GateMiddleware:
         scope["root_path"] = self.root_path
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state[_SEND] = send
         logged_request_id.set(request_id)
         start, status = time.monotonic(), 499  # the client left before an answer
 
@@ -178,10 +181,10 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events: `first`, one per item of `rest`, then `[DONE]`.
+    """Server-sent events: `first`, then the items of `rest`, each of one event or more.
 
-    A new event is asked for only when the client has taken the ones before; one that takes none
-    for long, or goes away, ends the generator. An error in it is sent as an event.
+    A new item is asked for only when the client has taken the ones before; one that takes none for
+    long, or goes away, ends the generator, which tells its errors and its end by events of its own.
     """
 
     media_type = "text/event-stream"
@@ -195,7 +198,8 @@ class EventStream(Response):
         self._is_slow = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
+        # What wraps `send` is interested in the begin of a response, and costs at every event.
+        sending = asyncio.ensure_future(self._send_all(send, scope["state"][_SEND]))
         watch = asyncio.ensure_future(self._watch(sending))
         try:
             await until_disconnect(receive, sending)
@@ -219,38 +223,15 @@ class EventStream(Response):
             self._is_slow = since is not None and loop.time() - since >= _SEND_TIMEOUT_S
         sending.cancel()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._send_event(send, self._first)
-        try:
-            async for event in self._rest:
-                await self._send_event(send, event)
-        except Exception as error:
-            await self._send_event(send, msgspec.json.encode(as_api_error(error).body()))
-        await self._send_event(send, b"[DONE]")
-        await self._send_end(send)
-
-    async def _send_event(self, send: Send, data: bytes) -> None:
-        await self._send_part(send, b"data: %b\n\n" % data)
-
-    async def _send_part(self, send: Send, body: bytes) -> None:
-        self._sends_since = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        self._sends_since = None
-
-    async def _send_end(self, send: Send) -> None:
+        body, time = self._first, asyncio.get_running_loop().time
+        while body:
+            self._sends_since = time()
+            await send_body({"type": "http.response.body", "body": body, "more_body": True})
+            self._sends_since = None
+            body = await anext(self._rest, b"")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class NamedEventStream(EventStream):
-    """Parts of `named_event`s; the generator tells its errors and its end by events of its own."""
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._send_part(send, self._first)
-        async for part in self._rest:
-            await self._send_part(send, part)
-        await self._send_end(send)
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:

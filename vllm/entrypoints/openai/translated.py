@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.blocks import Blocks, Delta, Step
 from vllm.entrypoints.openai.chat import ChatAnswer
 from vllm.entrypoints.openai.errors import ApiError, as_api_error, invalid_fields
 from vllm.entrypoints.openai.generation import Json, json_response
-from vllm.entrypoints.openai.http import NamedEventStream
+from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import chat_logprobs, positions
 from vllm.entrypoints.openai.output_format import _Strict
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest
@@ -202,7 +202,7 @@ class TranslatedAnswer(ChatAnswer, ABC):
                 return json_response(self.body())
             parts = self._parts()
             # The first is waited for, so that a refused request gets an error status.
-            return NamedEventStream(await anext(parts), parts)
+            return EventStream(await anext(parts), parts)
         except RequestError as error:
             raise self.own_error(error) from error
 
