@@ -4,9 +4,13 @@ import pytest
 from tiny_models import make_tokenizer
 
 from vllm import SamplingParams
+from vllm.config import SchedulerConfig
 from vllm.core.outputs import EngineOutput
+from vllm.core.request import FinishReason
 from vllm.engine.input_processor import ProcessedInput
 from vllm.engine.output_processor import OutputProcessor
+from vllm.errors import ConfigError
+from vllm.sampling_params import RequestOutputKind
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +54,44 @@ def test_a_stop_text_counts_from_min_tokens_on(tokenizer):
     state = outputs.add("a", ProcessedInput(None, [1], []), params)
     outputs.process([EngineOutput("a#0", [token]) for token in ids])
     assert state.choices[0].stop_reason == "fox"
+
+
+def told(state, outputs: OutputProcessor, *steps: EngineOutput) -> list[int]:
+    """Tokens of each output that is due, after each step."""
+    counts = []
+    for step in steps:
+        outputs.process([step])
+        if state.is_due and (output := state.take()) is not None:
+            counts.append(sum(len(new.token_ids) for new in output.outputs))
+    return counts
+
+
+def test_an_event_has_the_tokens_of_the_interval_after_the_first_and_before_the_last():
+    outputs = OutputProcessor(None, stream_interval=3)
+    params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA)
+    state = outputs.add("a", ProcessedInput(None, [1], []), params)
+    steps = [EngineOutput("a#0", [5]) for _ in range(8)]
+    last = EngineOutput("a#0", [5], finish_reason=FinishReason.LENGTH)
+    assert told(state, outputs, *steps, last) == [1, 3, 3, 2]
+
+
+def test_the_end_of_a_choice_is_told_at_once():
+    outputs = OutputProcessor(None, stream_interval=10)
+    params = SamplingParams(n=2, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    state = outputs.add("a", ProcessedInput(None, [1], []), params)
+    ended = EngineOutput("a#1", [5], finish_reason=FinishReason.STOP)
+    assert told(state, outputs, EngineOutput("a#0", [5]), EngineOutput("a#0", [5]), ended) == [1, 2]
+
+
+def test_a_request_that_is_answered_whole_is_due_at_its_end():
+    outputs = OutputProcessor(None)
+    params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    state = outputs.add("a", ProcessedInput(None, [1], []), params)
+    assert told(state, outputs, *[EngineOutput("a#0", [5]) for _ in range(4)]) == []
+    assert told(state, outputs, EngineOutput("a#0", [5], finish_reason=FinishReason.STOP)) == [5]
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2**21])
+def test_an_interval_of_no_tokens_is_refused(interval):
+    with pytest.raises(ConfigError, match=f"--stream-interval {interval} is out of range"):
+        SchedulerConfig(stream_interval=interval)

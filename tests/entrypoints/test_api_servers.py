@@ -21,7 +21,7 @@ FLAGS = ("--api-server-count", "2")
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     log = tmp_path_factory.mktemp("servers") / "log"
-    flags = (*FLAGS, "--max-num-seqs", "8", "--max-waiting", "4")
+    flags = (*FLAGS, "--max-num-seqs", "8", "--max-waiting", "4", "--stream-interval", "4")
     with started_server(tiny_model, log, *flags, VLLM_SERVER_DEV_MODE="1") as running:
         yield running
 
@@ -125,6 +125,12 @@ def test_both_processes_answer_and_one_scrape_counts_all(server: RunningServer) 
         assert re.findall(r'sleep_state="awake"\} (\S+)', text) == ["1.0"]
         assert text.count("\npython_info{") == 1
         assert len(re.findall(r'heartbeat\{process="API process [01]"\}', text)) == 2
+
+
+def test_events_have_the_tokens_of_the_interval(server: RunningServer) -> None:
+    events = server.events("/v1/completions", **{**PROMPT, "max_tokens": 40}, return_token_ids=True)
+    first, *middle, last = [len(event["choices"][0]["token_ids"]) for event in events]
+    assert first == 1 and min(middle) >= 4 and first + sum(middle) + last == 40
 
 
 def test_a_client_that_leaves_aborts_its_own_request_beside_one_of_the_same_id(

@@ -20,7 +20,8 @@ class SchedulerConfig:
     policy: whether requests run in order of arrival (fcfs) or of their priority.
     max_num_seqs_per_client: sequences of one client that run at once; None for no limit.
     max_prefill_share: share of a step's tokens, 0 to 1, that prompts longer than a step take at
-    most while other requests generate.
+    most while other requests generate. stream_interval: tokens of a choice that one event of a
+    stream has at least, after the first and before the last.
     """
 
     max_num_seqs: int = 256
@@ -29,6 +30,7 @@ class SchedulerConfig:
     policy: str = SCHEDULING_POLICIES[0]
     max_num_seqs_per_client: int | None = None
     max_prefill_share: float = 1.0
+    stream_interval: int = 1
 
     def __post_init__(self) -> None:
         if self.policy not in SCHEDULING_POLICIES:
@@ -36,7 +38,7 @@ class SchedulerConfig:
                 f"--scheduling-policy {self.policy!r} is unknown: it takes "
                 f"{', '.join(SCHEDULING_POLICIES)}"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "stream_interval"):
             value = getattr(self, name)
             if not 0 < value <= 1 << 20:
                 flag = "--" + name.replace("_", "-")

@@ -120,6 +120,10 @@ class EngineArgs:
         SchedulerConfig.max_prefill_share, "Share of a step's tokens, above 0 to 1, that prompts "
         "longer than a step take at most while other requests generate.",
     )  # fmt: skip
+    stream_interval: int = _arg(
+        SchedulerConfig.stream_interval, "Tokens that an event of a stream has at least, after the "
+        "first and before the last: more of them cost the process that answers HTTP less.",
+    )  # fmt: skip
     scheduling_policy: str = _arg(
         SCHEDULING_POLICIES[0], "Order of waiting requests: by arrival, or by their field "
         "`priority`, lower ones first.", choices=SCHEDULING_POLICIES,
@@ -325,6 +329,7 @@ class EngineArgs:
             policy=self.scheduling_policy,
             max_num_seqs_per_client=self.max_num_seqs_per_client,
             max_prefill_share=self.max_prefill_share,
+            stream_interval=self.stream_interval,
         )
 
 

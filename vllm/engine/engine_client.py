@@ -73,7 +73,7 @@ class EngineClient(EngineCalls):
         model = vllm_config.model_config
         self.metrics = Metrics(model.served_model_name[0], model.max_model_len, num_engines)
         self._is_stopping = False
-        self._outputs = OutputProcessor(tokenizer)
+        self._outputs = OutputProcessor(tokenizer, vllm_config.scheduler_config.stream_interval)
         self._inputs = InputProcessor(model, tokenizer)
         self._in_flight: dict[str, InFlightRequest] = {}
         self._num_sent = 0
@@ -283,7 +283,8 @@ class EngineClient(EngineCalls):
             in_flight = self._in_flight[state.request_id]
             if in_flight.unsent:
                 in_flight.begin()
-            in_flight.updated.set()
+            if state.is_due:
+                in_flight.updated.set()
         metrics.record_generated(sum(len(output.token_ids) for _, output in changed))
 
     def num_unfinished(self, rank: int) -> int:

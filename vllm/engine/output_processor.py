@@ -1,5 +1,6 @@
 """Turns engine outputs into RequestOutputs: detokenises, cuts at stop texts, joins choices."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class RequestState:
         params: SamplingParams,
         tokenizer: Any,
         token_texts: dict[int, str],
+        stream_interval: int,
     ):
         self.request_id = request_id
         self.params = params
@@ -64,6 +66,11 @@ class RequestState:
         self.is_counted = False
         self._tokenizer = tokenizer
         self._token_texts = token_texts
+        # Tokens that nobody was told of, and how many are worth it; an end is worth any number.
+        self._num_untold = 0.0
+        self._num_due = 1.0
+        is_final = params.output_kind == RequestOutputKind.FINAL_ONLY
+        self._interval = math.inf if is_final else float(stream_interval * params.n)
         self.choices = []
         for index in range(params.n):
             detokenizer = None
@@ -81,6 +88,11 @@ class RequestState:
     def is_finished(self) -> bool:
         # At every token: a generator would cost four times as much.
         return None not in [choice.finish_reason for choice in self.choices]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether what `take` would return is enough to be told."""
+        return self._num_untold >= self._num_due
 
     @property
     def num_running(self) -> int:
@@ -108,7 +120,13 @@ class RequestState:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.queue_seconds = output.queue_seconds
         if output.prompt_logprobs is not None:
-            self._unread_prompt = output.prompt_logprobs
+            self._unread_prompt, self._num_untold = output.prompt_logprobs, math.inf
+        is_stopped = self._add_tokens(choice, output)
+        if choice.finish_reason is not None:
+            self._num_untold = math.inf
+        return is_stopped
+
+    def _add_tokens(self, choice: _Choice, output: EngineOutput) -> bool:
         if len(output.token_ids) <= 1 or not self.params.stop_strings:
             return self._extend(choice, output)
         # A stop text may end the choice before the last of several tokens.
@@ -121,6 +139,7 @@ class RequestState:
         """Adds tokens to a choice; True when a stop text ended it before the engine did."""
         choice.token_ids += output.token_ids
         self.times.num_generation_tokens += len(output.token_ids)
+        self._num_untold += len(output.token_ids)
         for entry in output.logprobs or ():
             choice.logprobs.append(self._logprob_dict(entry))
             choice.cumulative_logprob += entry.logprobs[0]
@@ -178,6 +197,7 @@ class RequestState:
     def take(self) -> RequestOutput | None:
         """What is new since the last call, in the requested output_kind; None for nothing."""
         self.read_prompt()
+        self._num_untold, self._num_due = 0.0, self._interval
         kind, is_finished = self.params.output_kind, self.is_finished
         if kind == RequestOutputKind.FINAL_ONLY and not is_finished:
             return None
@@ -283,14 +303,17 @@ def _error_of(output: EngineOutput) -> RequestError:
 class OutputProcessor:
     """All requests in flight by id."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, stream_interval: int = 1):
         self.tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self.states: dict[str, RequestState | PoolingState] = {}
         # Text of single tokens, for logprobs; as many as the vocabulary has at most.
         self._token_texts: dict[int, str] = {}
 
     def add(self, request_id: str, given: ProcessedInput, params: SamplingParams) -> RequestState:
-        state = RequestState(request_id, given, params, self.tokenizer, self._token_texts)
+        state = RequestState(
+            request_id, given, params, self.tokenizer, self._token_texts, self._stream_interval
+        )
         self.states[request_id] = state
         return state
 

@@ -181,8 +181,11 @@ class Answer(ABC):
             streams = [
                 self._stream(prompt, self.params_of(prompt, params)) for prompt in self.token_ids
             ]
-            async with aclosing(caller.in_time(merged(streams))) as outputs:
-                async for index, output in outputs:
+            is_one = len(streams) == 1
+            source: AsyncGenerator[Any, None] = streams[0] if is_one else merged(streams)
+            async with aclosing(caller.in_time(source)) as items:
+                async for item in items:
+                    index, output = (0, item) if is_one else item
                     for new in output.outputs:
                         self.num_completion_tokens += len(new.token_ids)
                     self.cached_tokens[index] = output.num_cached_tokens

@@ -13,11 +13,6 @@ async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Items of all streams in order of arrival; the first error ends and closes them all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
     # Bounded: while nobody takes items, the streams stand still too.
     queue: asyncio.Queue[_Item] = asyncio.Queue(len(streams))
     tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
