@@ -160,6 +160,30 @@ def test_two_engines_in_lock_step_share_the_experts(experts, wanted, tmp_path):
 
 
 @pytest.mark.slow
+def test_engines_in_lock_step_rest_and_wake_for_several_api_processes(experts, wanted, tmp_path):
+    flags = ("-dp", "2", "--enable-expert-parallel", "--api-server-count", "2", *FLAGS[:-1], "1")
+    with started_server(experts, tmp_path / "log", *flags) as server:
+        for _ in range(3):
+            assert all_at_once(server) == wanted
+            time.sleep(1)  # both rest
+            assert complete(server, PROMPTS[1]).json["choices"][0]["token_ids"] == wanted[1]
+        lost = server.api_pids()[0]
+        busy = [server.connect() for _ in range(4)]
+        for connection in busy:
+            server.send_completion(connection, prompt=PROMPTS[0], max_tokens=400, stream=True)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        os.kill(lost, signal.SIGKILL)
+        wait_until(lambda: len(server.api_pids()) == 2 and lost not in server.api_pids())
+        for connection in busy:
+            connection.close()
+        time.sleep(1)
+        for _ in range(3):
+            assert all_at_once(server) == wanted
+            time.sleep(1)
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 0, 5)
+
+
+@pytest.mark.slow
 def test_two_engines_on_their_own_and_a_rank_of_one_is_killed(experts, wanted, tmp_path):
     with started_server(
         experts, tmp_path / "log", *FLAGS, "-dp", "2", "-pp", "2", VLLM_LOGGING_LEVEL="warning"

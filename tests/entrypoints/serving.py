@@ -154,10 +154,30 @@ class RunningServer:
         files = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for file in files for child in file.read_text().split()]
 
+    def api_pids(self) -> list[int]:
+        """Those of `engine_pids` that have the listening socket: with --api-server-count."""
+        sockets = {f"socket:[{row[9]}]" for row in connections()
+                   if row[3] == "0A" and row[1].endswith(f":{self.port:04X}")}  # fmt: skip
+        return [pid for pid in self.engine_pids() if sockets & set(descriptors(pid))]
+
     def memory(self) -> int:
         """Resident bytes of the API process."""
         text = Path(f"/proc/{self.process.pid}/statm").read_text()
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def connections() -> list[list[str]]:
+    """Rows of Linux's table of TCP."""
+    return [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+
+
+def descriptors(pid: int) -> list[str]:
+    """What a process has open."""
+    found = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.append(os.readlink(file))
+    return found
 
 
 LONG = {"prompt": "ban", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}

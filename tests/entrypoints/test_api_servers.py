@@ -1,6 +1,5 @@
 """Several API processes on one port: what a client sees is one server."""
 
-import contextlib
 import json
 import os
 import re
@@ -13,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from .serving import LONG, RunningServer, in_background, run_cli, started_server, wait_until
+from .serving import (
+    LONG,
+    RunningServer,
+    connections,
+    descriptors,
+    in_background,
+    run_cli,
+    started_server,
+    wait_until,
+)
 
 FLAGS = ("--api-server-count", "2")
 
@@ -26,31 +34,12 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-def api_pids(server: RunningServer) -> list[int]:
-    """Those of the children that have the listening socket."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(server.port)}
-    return [pid for pid in server.engine_pids() if sockets & set(_descriptors(pid))]
-
-
-def _listening(port: int) -> list[str]:
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [row[9] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
-
-
-def _descriptors(pid: int) -> list[str]:
-    found = []
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found.append(os.readlink(file))
-    return found
-
-
 def owner_of(server: RunningServer, connection: socket.socket) -> int:
     """The API process that has accepted a connection."""
     ends = (f":{server.port:04X}", f":{connection.getsockname()[1]:04X}")
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = [row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
-    (pid,) = [pid for pid in api_pids(server) if f"socket:[{inode}]" in _descriptors(pid)]
+    rows = [row for row in connections() if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
+    ((*_, inode),) = [row[:10] for row in rows]
+    (pid,) = [pid for pid in server.api_pids() if f"socket:[{inode}]" in descriptors(pid)]
     return pid
 
 
@@ -229,7 +218,7 @@ def test_a_process_that_dies_is_replaced_and_its_requests_end(
         assert num_running(server) == 0
         # Computed to the end, the lost request would make it twice the tokens.
         assert 1900 <= server.metric("vllm:iteration_tokens_total_sum") < 1.9 * 1900
-        wait_until(lambda: len(api_pids(server)) == 2 and killed not in api_pids(server))
+        wait_until(lambda: len(server.api_pids()) == 2 and killed not in server.api_pids())
         both = connections_of_both(server)
         assert other in both
         assert {asked(c, "POST", "/v1/completions", PROMPT)[0] for c in both.values()} == {200}
@@ -265,7 +254,7 @@ def test_all_tell_of_an_engine_that_dies_and_of_the_next_one(
     with started_server(tiny_model, tmp_path / "log", *FLAGS, "--restarts", "1") as server:
         first, second = connections_of_both(server).values()
         expected = asked(first, "POST", "/v1/completions", PROMPT)[1]["choices"][0]["text"]
-        (engine,) = set(server.engine_pids()) - set(api_pids(server))
+        (engine,) = set(server.engine_pids()) - set(server.api_pids())
         os.kill(engine, signal.SIGKILL)
         for connection in (first, second):
             wait_until(lambda c=connection: asked(c, "GET", "/health")[0] == 503, 10)  # type: ignore[misc]
@@ -276,7 +265,7 @@ def test_all_tell_of_an_engine_that_dies_and_of_the_next_one(
             wait_until(lambda c=connection: asked(c, "GET", "/health")[0] == 200)  # type: ignore[misc]
             answer = asked(connection, "POST", "/v1/completions", PROMPT)[1]
             assert answer["choices"][0]["text"] == expected
-        (engine,) = set(server.engine_pids()) - set(api_pids(server))
+        (engine,) = set(server.engine_pids()) - set(server.api_pids())
         os.kill(engine, signal.SIGKILL)
         for connection in (first, second):
             wait_until(lambda c=connection: asked(c, "GET", "/health")[0] == 503, 10)  # type: ignore[misc]
