@@ -142,6 +142,7 @@ class LLMEngine:
             if isinstance(state, RequestState):
                 record_output(self._metrics, state, output, now)
         if self._metrics is not None:
+            self._metrics.record_generated(sum(len(output.token_ids) for _, output in changed))
             self._metrics.record_step(self.core.stats())
 
     def get_metrics(self) -> list[Metric]:
