@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from .serving import (
+    COMMAND,
     LONG,
     RunningServer,
     connections,
     descriptors,
+    environment,
     in_background,
     run_cli,
     started_server,
@@ -160,6 +163,11 @@ def test_places_for_requests_are_those_of_the_whole_server(server: RunningServer
     wait_until(lambda: asked(second, "POST", "/v1/completions", PROMPT)[0] == 200)
 
 
+def test_all_tell_the_same_of_the_model(server: RunningServer) -> None:
+    first, second = connections_of_both(server).values()
+    assert asked(first, "GET", "/v1/models") == asked(second, "GET", "/v1/models")
+
+
 def test_a_stored_response_is_there_for_all(server: RunningServer) -> None:
     first, second = connections_of_both(server).values()
     request = {"input": "ban fick", "max_output_tokens": 8, "temperature": 0}
@@ -230,6 +238,47 @@ def test_a_process_that_dies_is_replaced_and_its_requests_end(
         assert server.process.wait(15) == 1
         said = rf"vllm: error: API process [01] \(pid {other}\) died .* after 1 restarts within"
         assert re.search(said, server.log.read_text())
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_is_named_killed_and_replaced(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with started_server(tiny_model, tmp_path / "log", *FLAGS, "--dead-after", "8") as server:
+        (stopped, _), (_, other) = connections_of_both(server).items()
+        os.kill(stopped, signal.SIGSTOP)
+        named = re.compile(rf"API process [01] \(pid {stopped}\) gives no sign of life")
+        wait_until(lambda: named.search(server.log.read_text()) is not None, 10)
+        assert asked(other, "POST", "/v1/completions", PROMPT)[0] == 200
+        start = time.monotonic()
+        assert b"vllm:generation_tokens_total" in asked(other, "GET", "/metrics")[1]
+        assert time.monotonic() - start < 5
+        wait_until(lambda: len(set(server.api_pids()) - {stopped}) == 2)
+        assert "killed after 8 s (--dead-after); it is being started" in server.log.read_text()
+        assert len(connections_of_both(server)) == 2
+
+
+def test_a_chat_template_that_is_wrong_ends_the_start(tiny_model: Path) -> None:
+    ended = run_cli("serve", str(tiny_model), "--port", "0", "--chat-template", "{% x %}", *FLAGS)
+    assert ended.returncode == 2
+    assert "vllm: error: --chat-template, line 1: " in ended.stderr
+
+
+def test_a_unix_socket_is_shared_too(tiny_model: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([*COMMAND, "serve", str(tiny_model), "--uds", path, *FLAGS],
+                                   stdout=output, stderr=output, env=environment())  # fmt: skip
+    try:
+        wait_until(lambda: "Serving" in log.read_text(), 100)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            assert asked(connection, "POST", "/v1/completions", PROMPT)[0] == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
 
 
 def test_sigterm_lets_requests_of_both_finish(tiny_model: Path, tmp_path: Path) -> None:

@@ -64,13 +64,15 @@ class ApiClient(EngineClient):
         self._reading: list[asyncio.Task[None]] = []
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
-        self._ready = asyncio.Event()
+        self._ready, self._informed = asyncio.Event(), asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begins to hear of the engines."""
+    async def start(self) -> None:
+        """Returns when the state of the engines is known: one that takes another's place answers
+        its first request."""
         self._listening = asyncio.create_task(self._listen())
         self.tell(Hello())
+        await self._informed.wait()
 
     @property
     def _engines(self) -> list[_Link]:
@@ -154,6 +156,7 @@ class ApiClient(EngineClient):
             self._end(state.dead_reason)
             self._ready.set()
         self.on_state(state)
+        self._informed.set()
 
     def _connect(self, state: ServerState) -> None:
         model = dataclasses.replace(self.model_config, max_model_len=state.max_model_len)

@@ -36,9 +36,11 @@ def run_api_process(
     control: str,
     name: str,
     place: int,
+    created: int,
     page: Page,
 ) -> None:
-    """Body of the process. control, name, place: of its ApiClient; page: of its heartbeats."""
+    """Body of the process. control, name, place: of its ApiClient; created: the Unix time that the
+    model is said to be of; page: of its heartbeats."""
     parent = multiprocessing.parent_process()
     die_with_parent(parent.pid if parent is not None else None)
     PULSE.attach(page, 0)
@@ -47,7 +49,7 @@ def run_api_process(
     prepare_process()
     shared = _SharedListener(listener.family, listener.type, listener.proto, listener.detach())
     with runner() as loop:
-        sys.exit(loop.run(_serve(config, settings, shared, control, name, place)))
+        sys.exit(loop.run(_serve(config, settings, shared, control, name, place, created)))
 
 
 class _SharedListener(socket.socket):
@@ -62,6 +64,7 @@ async def _serve(
     control: str,
     name: str,
     place: int,
+    created: int,
 ) -> int:
     """The exit code: 0 after all requests were answered, 1 where the engine died."""
     from vllm.engine.tokenizer import load_tokenizer
@@ -81,9 +84,9 @@ async def _serve(
                 stop.raise_to(state.num_stops)
 
             client.on_state = follow
-            server = Server(client, settings, stop, _service(client, settings))
+            server = Server(client, settings, stop, _service(client, settings, created))
             client.num_active = lambda: server.num_active
-        client.start()
+        await client.start()
         PULSE.enter(Activity.IDLE)
         await server.run(listener, lambda _: client.tell(Serving()))
     except EngineDeadError:
@@ -96,7 +99,7 @@ async def _serve(
     return 0
 
 
-def _service(client: ApiClient, settings: ServerSettings) -> "Service":
+def _service(client: ApiClient, settings: ServerSettings, created: int) -> "Service":
     from vllm.entrypoints.openai.server import make_service
     from vllm.entrypoints.openai.shared_responses import SharedResponses
 
@@ -105,6 +108,7 @@ def _service(client: ApiClient, settings: ServerSettings) -> "Service":
         settings,
         admission=_SharedAdmission(client, is_limited=settings.max_waiting > 0),
         responses=SharedResponses(client.ask),
+        created=created,
         numbers=(f"{client.name}{number}" for number in itertools.count()),
     )
 

@@ -93,6 +93,7 @@ class ApiServers:
         self._store = StoreOfAll()
         self._processes: list[_ApiProcess] = []
         self._num_started = 0
+        self._created = int(time.time())
         self._past: list[Family] = []  # counts of processes that are gone
         self._state: ServerState | None = None
         self._reports: dict[tuple[str, int], asyncio.Future[None]] = {}
@@ -164,7 +165,7 @@ class ApiServers:
         process = multiprocessing.get_context("spawn").Process(
             target=run_api_process,
             args=(self._engine.vllm_config, self._settings, self._listener, self._address, name,
-                  place, page),
+                  place, self._created, page),
             name="vllm-api",
         )  # fmt: skip
         process.start()
