@@ -1,13 +1,16 @@
 """What a streamed token costs the processes that answer HTTP, in CPU time.
 
-usage: python benchmarks/serving/bench_api.py [MODEL] [--out FILE] [-- FLAG ...]
+usage: python benchmarks/serving/bench_api.py [MODEL] [--case=FLAGS ...] [--out FILE] [-- FLAG ...]
 
-Starts `vllm serve MODEL FLAG ...` and stops it. The default is a model of two small layers with
-random weights, so that the engine leaves the machine to the server. CLIENTS connections
-stream chats of TOKENS tokens at once, ROUNDS times after one that does not count. CPU time is that
-of the server's process, or of all API processes with --api-server-count: user and system, as Linux
-counts it; others who use the machine make it more, so the least of the rounds is told beside the
-median. A client that reads late gets several tokens in one event, so events are counted too.
+Starts `vllm serve MODEL FLAG ...` and stops it; beside it one with the further FLAGS of each case,
+in rounds that take turns, so that what else the machine does falls on all. The default is a model of
+two small layers with random weights: the engine leaves the machine to the server.
+
+CLIENTS connections stream chats of TOKENS tokens at once, ROUNDS times after one that does not
+count. CPU time is that of the server's process, or of all API processes with --api-server-count:
+user and system, as Linux counts it. Others who use the machine make it more: the least of the rounds
+is told beside the median. A client that reads late gets several tokens in one event: events are
+counted too.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -83,22 +87,40 @@ def body_of(args: argparse.Namespace, number: int) -> bytes:
     return json.dumps(fields).encode()
 
 
-async def measure(port: int, args: argparse.Namespace) -> list[dict[str, float]]:
-    rows, num_tokens = [], args.clients * args.tokens
-    for turn in range(args.rounds + 1):
-        pids = api_pids(port)
-        before, start = cpu_seconds(pids), time.perf_counter()
-        bodies = (body_of(args, number) for number in range(args.clients))
-        events = await asyncio.gather(*(stream(port, args.path, body) for body in bodies))
-        seconds, wall = cpu_seconds(pids) - before, time.perf_counter() - start
-        if turn:
-            rows.append({
-                "us_per_token": seconds / num_tokens * 1e6,
-                "us_per_event": seconds / sum(events) * 1e6,
-                "tokens_per_s": num_tokens / wall,
-                "processes": len(pids),
-            })  # fmt: skip
+async def measured(port: int, args: argparse.Namespace) -> dict[str, float]:
+    """One round."""
+    pids, num_tokens = api_pids(port), args.clients * args.tokens
+    before, start = cpu_seconds(pids), time.perf_counter()
+    bodies = (body_of(args, number) for number in range(args.clients))
+    events = await asyncio.gather(*(stream(port, args.path, body) for body in bodies))
+    seconds, wall = cpu_seconds(pids) - before, time.perf_counter() - start
+    return {
+        "us_per_token": seconds / num_tokens * 1e6,
+        "us_per_event": seconds / sum(events) * 1e6,
+        "tokens_per_s": num_tokens / wall,
+        "processes": len(pids),
+    }
+
+
+def rounds(model: str, args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """Of each case, the rounds that count."""
+    cases = ["", *args.case]
+    rows: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+    with ExitStack() as stack:
+        ports = {}
+        for case in cases:
+            url = stack.enter_context(served(model, [*flags, *case.split()]))
+            ports[case] = urlsplit(url).port or 80
+        for turn in range(args.rounds + 1):
+            for case, port in ports.items():
+                row = asyncio.run(measured(port, args))
+                rows[case] += [row] if turn else []
     return rows
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    medians = {name: round(statistics.median(row[name] for row in rows), 1) for name in rows[0]}
+    return {**medians, "least_us_per_token": round(min(row["us_per_token"] for row in rows), 1)}
 
 
 def _version(package: str) -> str | None:
@@ -114,26 +136,24 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--case", action="append", default=[], help="Flags, as one word.")
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--out", type=Path)
     mark = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:mark]), sys.argv[mark + 1 :]
     load = Path("/proc/loadavg").read_text().split()[0]
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or str(write_tiny_llama(Path(folder)))
-        with served(model, flags) as url:
-            rows = asyncio.run(measure(urlsplit(url).port or 80, args))
-    medians = {name: round(statistics.median(row[name] for row in rows), 1) for name in rows[0]}
-    least = round(min(row["us_per_token"] for row in rows), 1)
-    print(json.dumps({**medians, "least_us_per_token": least}))
+        rows = rounds(args.model or str(write_tiny_llama(Path(folder))), args, flags)
+    figures = {case: summary(own) for case, own in rows.items()}
+    for case, figure in figures.items():
+        print(f"{case or 'as it is':30} {json.dumps(figure)}")
     result = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.processor() or platform.machine()}, CPU, {os.cpu_count()} cores",
         "load_before": load,
         "packages": {name: _version(name) for name in ("uvicorn", "uvloop", "httptools")},
-        "median": medians,
-        "least_us_per_token": least,
+        "figures": figures,
         "rounds": rows,
     }
     if args.out is not None:
