@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+HEADS = 8, 4, 16
+"""Heads, KV heads and their size."""
 
 
 def sure_model(source: Path, folder: Path) -> Path:
@@ -16,7 +17,7 @@ def sure_model(source: Path, folder: Path) -> Path:
     tensors = load_file(source / "model.safetensors")
     for name, weight in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
-            weight *= 0.1
+            weight *= 0.02
     return write(folder, tensors, json.loads((source / "config.json").read_text()))
 
 
@@ -33,7 +34,7 @@ def make_head(
     folder: Path,
     ids: tuple[int, ...] = (),
     num_drafts: int | None = 64,
-    num_inputs: int = 3,
+    heads: tuple[int, int, int] = HEADS,
     is_sure: bool = True,
     is_speculators: bool = False,
     with_embeddings: bool = False,
@@ -41,77 +42,95 @@ def make_head(
     **flags,
 ) -> Path:
     """A random head for the model of a folder. num_drafts: tokens of its vocabulary, None for all.
-    is_sure: it drafts what often follows the last token in a model of `sure_model`."""
+    is_sure: it drafts what often follows the last token in a model of `sure_model`. flags: of its
+    config."""
     fields = json.loads((model / "config.json").read_text())
-    size, vocab = fields["hidden_size"], fields["vocab_size"]
+    size, vocab, num_inputs = fields["hidden_size"], fields["vocab_size"], len(ids) or 3
     generator = torch.Generator().manual_seed(11)
-    tensors, names = load_file(model / "model.safetensors"), {}
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator) * (1.3 / shape[-1] ** 0.5)
-
-    def norm(width=size):
-        return 1 + 0.3 * torch.randn(width, generator=generator)
-
-    own = {
-        "hidden_norm": norm(), "input_layernorm": norm(), "post_attention_layernorm": norm(),
-        "self_attn.q_proj": random(HEADS * HEAD_DIM, 2 * size),
-        "self_attn.k_proj": random(KV_HEADS * HEAD_DIM, 2 * size),
-        "self_attn.v_proj": random(KV_HEADS * HEAD_DIM, 2 * size),
-        "self_attn.o_proj": random(size, HEADS * HEAD_DIM),
-        "mlp.gate_proj": random(80, size), "mlp.up_proj": random(80, size),
-        "mlp.down_proj": random(size, 80),
-    }  # fmt: skip
-    fc, last_norm = random(size, num_inputs * size), norm()
+    stored = {
+        name: tensor.float()
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if name in ("model.norm.weight", "lm_head.weight", "model.embed_tokens.weight")
+    }
+    own = _layer(size, heads, generator)
+    fc, last_norm = _random(generator, size, num_inputs * size), _norm(generator, size)
     if is_sure:
-        _look_at_the_last_token(own, size)
-        fc *= 0.1
-        last_norm = tensors["model.norm.weight"].float()
+        _look_at_the_last_token(own, size, heads)
+        fc, last_norm = 0.01 * fc, stored["model.norm.weight"]
     prefix = "layers.0." if is_speculators else "midlayer."
-    names |= {f"{prefix}{name}.weight": weight for name, weight in own.items()}
-    names |= {"fc.weight": fc, "norm.weight": last_norm}
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).float()
+    tensors = {f"{prefix}{name}.weight": weight for name, weight in own.items()}
+    tensors |= {"fc.weight": fc, "norm.weight": last_norm}
     kept = torch.arange(vocab)
     if num_drafts is not None:
         kept = torch.randperm(vocab, generator=generator)[:num_drafts].sort().values
-        names["d2t"] = kept - torch.arange(num_drafts)
-        names["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+        tensors["d2t"] = kept - torch.arange(num_drafts)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+    table = stored["model.embed_tokens.weight"]
     if with_lm_head:
-        names["lm_head.weight"] = head[kept]
+        tensors["lm_head.weight"] = stored.get("lm_head.weight", table)[kept]
     if with_embeddings:
-        names["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].float() + random(size)
+        tensors["embed_tokens.weight"] = table + 0.1 * _random(generator, size)
     if flags.get("norm_before_fc"):
-        names["input_norm.weight"] = norm(num_inputs * size)
-    layer = {
-        "model_type": "llama", "vocab_size": vocab, "hidden_size": size, "intermediate_size": 80,
-        "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0, "rope_scaling": None, "hidden_act": "silu",
-    }  # fmt: skip
-    outer = {"draft_vocab_size": num_drafts or vocab} | flags
+        tensors["input_norm.weight"] = _norm(generator, num_inputs * size)
+    flags |= {"draft_vocab_size": len(kept)}
     if ids:
-        outer["eagle_aux_hidden_state_layer_ids"] = list(ids)
-    if is_speculators:
-        config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-                  "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
-                  "transformer_layer_config": layer, **outer}  # fmt: skip
-    else:
-        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, **outer}
-    return write(folder, names, config)
+        flags["eagle_aux_hidden_state_layer_ids"] = list(ids)
+    return write(folder, tensors, _config(size, vocab, heads, is_speculators, flags))
 
 
-def _look_at_the_last_token(own: dict, size: int) -> None:
-    """Attention of each KV head is on its own position, whose embedding it passes on, cut to as
-    many numbers as there are values."""
+def _random(generator, *shape):
+    return torch.randn(shape, generator=generator) * (1.3 / shape[-1] ** 0.5)
+
+
+def _norm(generator, width):
+    return 1 + 0.3 * torch.randn(width, generator=generator)
+
+
+def _layer(size: int, heads: tuple[int, int, int], generator) -> dict:
+    num_heads, num_kv_heads, head_dim = heads
+    shapes = {
+        "self_attn.q_proj": (num_heads * head_dim, 2 * size),
+        "self_attn.k_proj": (num_kv_heads * head_dim, 2 * size),
+        "self_attn.v_proj": (num_kv_heads * head_dim, 2 * size),
+        "self_attn.o_proj": (size, num_heads * head_dim),
+        "mlp.gate_proj": (2 * size, size),
+        "mlp.up_proj": (2 * size, size),
+        "mlp.down_proj": (size, 2 * size),
+    }
+    norms = "hidden_norm", "input_layernorm", "post_attention_layernorm"
+    return {name: _random(generator, *shape) for name, shape in shapes.items()} | {
+        name: _norm(generator, size) for name in norms
+    }
+
+
+def _config(size, vocab, heads, is_speculators: bool, flags: dict) -> dict:
+    layer = {
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": size,
+        "intermediate_size": 2 * size, "num_hidden_layers": 1, "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1], "head_dim": heads[2], "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "rope_scaling": None, "hidden_act": "silu",
+    }  # fmt: skip
+    if not is_speculators:
+        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags}
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}, "transformer_layer_config": layer,
+        **flags,
+    }  # fmt: skip
+
+
+def _look_at_the_last_token(own: dict, size: int, heads: tuple[int, int, int]) -> None:
+    """Attention is on its own position, whose embedding it passes on."""
     for name in ("q_proj", "k_proj"):
         own[f"self_attn.{name}"][:, size:] *= 0.02
         own[f"self_attn.{name}"] *= 3
-    group = HEADS // KV_HEADS
-    keys = own["self_attn.k_proj"].unflatten(0, (KV_HEADS, HEAD_DIM))
+    num_heads, *kv = heads
+    group = num_heads // kv[0]
+    keys = own["self_attn.k_proj"].unflatten(0, kv)
     own["self_attn.q_proj"] = keys.repeat_interleave(group, 0).flatten(0, 1)
-    values = torch.linalg.qr(own["self_attn.v_proj"][:, :size].T)[0].T
+    values = torch.linalg.qr(own["self_attn.v_proj"][:, :size])[0]
     own["self_attn.v_proj"] = torch.cat([values, torch.zeros_like(values)], 1)
-    back = values.unflatten(0, (KV_HEADS, HEAD_DIM)).repeat_interleave(group, 0) / group
+    back = values.unflatten(0, kv).repeat_interleave(group, 0) / group
     own["self_attn.o_proj"] = back.flatten(0, 1).T
     own["mlp.down_proj"] *= 0.1
     for name in ("hidden_norm", "input_layernorm"):
@@ -132,6 +151,8 @@ class Reference:
         fields = json.loads((head / "config.json").read_text())
         self.fields = fields | fields.get("transformer_layer_config", {})
         self.layers = layers
+        self.head_dim = self.fields["head_dim"]
+        self.group = self.fields["num_attention_heads"] // self.fields["num_key_value_heads"]
         self.own = {
             name.removeprefix("midlayer.").removeprefix("layers.0.").removesuffix(".weight"):
             tensor.double() if tensor.is_floating_point() else tensor
@@ -162,7 +183,7 @@ class Reference:
 
     def _rotated(self, x):
         """x [n, heads, head_dim]."""
-        half = HEAD_DIM // 2
+        half = self.head_dim // 2
         rates = self.fields["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = (torch.arange(len(x))[:, None] * rates)[:, None]
         first, second = x[..., :half], x[..., half:]
@@ -179,11 +200,12 @@ class Reference:
         normed = self._norm(x, "hidden_norm")
         both = torch.cat([self._norm(embeddings, "input_layernorm"), normed], -1)
         q, k, v = (
-            (both @ own[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv"
+            (both @ own[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, self.head_dim))
+            for name in "qkv"
         )
         q, k = self._rotated(q), self._rotated(k)
-        k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) * HEAD_DIM**-0.5
+        k, v = (part.repeat_interleave(self.group, 1) for part in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * self.head_dim**-0.5
         mask = torch.full(scores.shape[1:], -torch.inf, dtype=torch.float64).triu(1)
         mixed = torch.einsum("hij,jhd->ihd", (scores + mask).softmax(-1), v).flatten(1)
         residual = normed if self.fields.get("norm_before_residual") else x

@@ -210,7 +210,7 @@ def test_weights_in_fp8_are_read_as_the_checkpoint_says(with_mtp, tmp_path):
         ("glm4_moe", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0"),
         ("glm4_moe", {"k": 0}, "num_speculative_tokens 0 is out of range: it takes 1 to 32"),
         ("glm4_moe", {"k": 100}, "num_speculative_tokens 100 is out of range"),
-        ("glm4_moe", {"model": "x"}, "key 'model' belongs to method draft_model, and the method"),
+        ("glm4_moe", {"model": "x"}, "key 'model' belongs to method draft_model or eagle3, and"),
     ],
 )
 def test_what_cannot_draft_is_refused(checkpoint, tmp_path, name, changes, said):
