@@ -1,6 +1,7 @@
 """Tiny EAGLE-3 heads, and what they draft in float64 by the formula of the paper."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ def sure_model(source: Path, folder: Path) -> Path:
     """The checkpoint `source`, looking at the last token and hardly at others."""
     tensors = load_file(source / "model.safetensors")
     for name, weight in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+        if re.search(r"(o_proj|down_proj)([._](weight|bias))?$", name):
             weight *= 0.02
     return write(folder, tensors, json.loads((source / "config.json").read_text()))
 

@@ -202,10 +202,16 @@ def test_defaults_and_what_one_length_of_n_grams_says_of_the_other():
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ({}, 'no method is given: it takes ngram, draft_model, mtp, as in {"method": "ngram"}'),
+        (
+            {},
+            'no method is given: it takes ngram, draft_model, mtp, eagle3, as in {"method": "ngram"}',
+        ),
         ({"method": "ngrams"}, "method 'ngrams' is unknown; did you mean ngram?"),
         ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported here: it takes ngram"),
-        (NGRAM | {"model": "x"}, "key 'model' belongs to method draft_model, and the method is"),
+        (
+            NGRAM | {"model": "x"},
+            "key 'model' belongs to method draft_model or eagle3, and the method is",
+        ),
         ({"method": "draft_model"}, "model None: method draft_model takes the folder or hub name"),
         ({"method": "eagle", "model": "x"}, "method 'eagle' is not supported here"),
         (NGRAM | {"num_speculative_token": 3}, "did you mean num_speculative_tokens?; it takes"),
