@@ -70,7 +70,7 @@ def head(
     empty where they are not at hand. CheckpointError, or ConfigError for a head of another model.
     """
     given = Fields(config, ARCHITECTURE.defaults, source)
-    given.allow_only({"num_hidden_layers": 1, "tie_word_embeddings": False})
+    given.allow_only({"num_hidden_layers": 1})
     layer_ids = _layer_ids(given, len(model.layers))
     _check_model(given, model)
     stored = {ours: one for name, one in tensors.items() if (ours := ARCHITECTURE.slot_name(name))}
