@@ -8,7 +8,8 @@ from eagle3_checkpoints import Reference, make_head, sure_model, write
 from safetensors.torch import load_file
 
 from tests.engine.test_captured_steps import capture, capture_prompts, load
-from tests.engine.test_draft_model import Proposed, explained, greedy, prompts
+from tests.engine.test_draft_model import explained, greedy, prompts
+from tests.engine.test_mtp import Drafted
 from tests.engine.test_speculation import Counts, ask, run, sampling
 from vllm import LLM, EngineArgs, PoolingParams
 from vllm.core import speculation
@@ -63,18 +64,6 @@ def with_head(checkpoint, tmp_path_factory):
 def drafted_by(head, most: int = 3) -> dict:
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": most}
     return {"speculative_config": config}
-
-
-class Drafted(Proposed):
-    def check(self, reference: Reference) -> None:
-        assert len(self.found) > 3
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # a few numbers at a time
-        try:
-            for known, draft in self.found:
-                assert draft == reference.drafts(known, len(draft)), known
-        finally:
-            torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("name", CASES)
