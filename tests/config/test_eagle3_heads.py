@@ -2,8 +2,10 @@
 
 import pytest
 
+from vllm.architectures.eagle3 import ARCHITECTURE
 from vllm.architectures.registry import builtin_config, describe
 from vllm.config.eagle3 import head_of
+from vllm.errors import CheckpointError, ConfigError
 
 _LLAMA = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
 # The fields that decide something, of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B as speculators converts
@@ -66,6 +68,39 @@ def test_configs_of_published_heads(name, layers, norms_residual):
     assert items["layers.0.mlp.down_proj"].inputs.size == fields["intermediate_size"]
     assert items["lm_head"].parts[0].num_rows == 32000 and not decoder.is_whole_vocab
     assert decoder.ropes[""]["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0.", "model.midlayer."])
+def test_layouts_of_names(prefix):
+    assert ARCHITECTURE.slot_name(f"{prefix}mlp.up_proj.weight") == "layers.0.mlp.up_proj.weight"
+    start = "model." * prefix.startswith("model.")
+    for name in ("fc.weight", "embed_tokens.weight", "d2t", "norm.weight"):
+        assert ARCHITECTURE.slot_name(start + name) == name
+    for name in ("t2d", "verifier_lm_head.weight", f"{prefix}self_attn.rotary_emb.inv_freq"):
+        assert ARCHITECTURE.slot_name(name) is None
+
+
+WRONG = (None, True, -1, 0, 1.5, 1 << 60, float("nan"), "x", [], [1, "x"], [True], {}, {"x": 1})
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_no_value_of_a_field_ends_in_anything_but_a_head_or_our_own_error(name):
+    model, given = describe(builtin_config(name)), HEADS[name]
+    num_refused = 0
+    nested = ("transformer_layer_config", "eagle_config")
+    added = {"target_hidden_size", "norm_before_fc", "eagle_config", "rope_parameters"}
+    for outer in ({}, *({one: given[one]} for one in nested if one in given)):
+        (part, fields), *_ = [*outer.items(), ("", given)]
+        for field in {*fields, *added}:
+            for value in WRONG:
+                changed = fields | {field: value}
+                raw = given | {part: changed} if part else changed
+                try:
+                    head_of(raw, model, {}, "config.json")
+                except (CheckpointError, ConfigError) as error:
+                    assert "config.json" in str(error)
+                    num_refused += 1
+    assert num_refused > 100
 
 
 def test_the_last_layer_of_all_may_be_read():

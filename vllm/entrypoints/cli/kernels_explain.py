@@ -337,10 +337,10 @@ def _misfit(
     """Why the engine refuses to load layers so; "" where it does not."""
     from vllm.kernels.problems import first_misfit, named_wrongly
 
-    is_known = layers.is_served and slot_name is not None
-    if is_known and (text := named_wrongly(layers.items, quant_config, slot_name)):
-        return text
-    return first_misfit(layers.items, quant_config, args.tp, args.ep)
+    text = ""
+    if layers.is_served and slot_name is not None:
+        text = named_wrongly(layers.items, quant_config, slot_name)
+    return text or first_misfit(layers.items, quant_config, args.tp, args.ep)
 
 
 def _quantization(
