@@ -3,7 +3,8 @@
 usage: python benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 [--engine-args JSON] [--name NAME]
            [--contexts N ...] [--skip-profile] [--out benchmarks/results/h100]
 
-The model is a shape `vllm kernels explain` knows by name, with random weights. Reported:
+The model is a shape `vllm kernels explain` knows, one of family_sizes.json or a config.json,
+with random weights. Reported:
   ready_s     from the start of the process to a loaded engine
   output_tok_s  256 requests given at once, 100 to 1,024 tokens in and out, temperature 0.6
   weight_gb   weights that one token is multiplied with: read once, they bound tpot1_ms
@@ -40,8 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 PROMPT, OUTPUT, PREFILL, NUM_REQUESTS, MAX_LEN = 32, 128, 3500, 256, 1024
 BATCHES = (1, 8, 64)
-# Of an element of a weight; two where it is not listed. NVFP4 has a byte of scale for 16.
-BYTES = {"fp8": 1, "nvfp4": 9 / 16, "int4": 1 / 2}
+# Of an element of a weight; two where it is not listed. NVFP4 has a byte of scale for 16, MXFP4
+# and MXFP8 for 32.
+BYTES = {"fp8": 1, "nvfp4": 9 / 16, "int4": 1 / 2, "int8": 1, "mxfp4": 17 / 32, "mxfp8": 33 / 32}
 PROFILED_TOKENS = 20
 
 
@@ -65,7 +67,7 @@ def main() -> None:
     }
     bench = Bench(llm, SamplingParams)
     bench.seconds([(16, 32)] * 8)
-    name = f"engine_{args.name or Path(args.model).name}.json"
+    name = f"engine_{args.name or Path(args.model).name.removesuffix('.json')}.json"
     parts = [bench.numbers(), bench.contexts(args.contexts)]
     for found in chain(*parts, () if args.skip_profile else bench.steps()):
         print(json.dumps(found, indent=1 if "steps" in found else None), flush=True)
@@ -91,9 +93,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_config(model: str, folder: Path) -> None:
-    from vllm.architectures.registry import builtin_config
+    from bench_families import config_of
 
-    (folder / "config.json").write_text(json.dumps(builtin_config(model)))
+    (folder / "config.json").write_text(json.dumps(config_of(model)))
 
 
 class Bench:
@@ -222,14 +224,15 @@ def median_of_3(measure: Callable[[], float]) -> float:
 
 def weights_read(llm: Any) -> tuple[int, int]:
     """(bytes, elements) of the weights that a token is multiplied with, the experts it uses among
-    them, scales aside but for those of NVFP4."""
+    them, scales aside but for those of 4-bit floats and MXFP8."""
     num_bytes = num_weights = 0
     for _, decision in llm.llm_engine.core.selection.records:
         problem = decision.problem
         if problem.family == "linear":
             count = problem.n * problem.k
         elif problem.family == "moe":
-            count = 3 * problem.top_k * problem.hidden * problem.intermediate
+            matrices = 1 + problem.num_first_parts
+            count = matrices * problem.top_k * problem.hidden * problem.intermediate
         else:
             continue
         num_weights += count
