@@ -39,7 +39,7 @@ class Eagle3Decoder(Decoder):
     gives is added to x, or to hidden_norm(x) where norms_residual says so. y, the sum, is read by
     lm_head(norm(y)), and y in place of x, and the token that is drafted, give the next.
     norms_inputs: fc(input_norm(h)). num_embeddings: tokens of the model. has_embeddings,
-    has_lm_head: of its own; else they are the model's. num_drafts: tokens that it can draft.
+    has_lm_head: of its own; else they are the model's.
     """
 
     fc: LinearSpec = field(kw_only=True)
