@@ -1,10 +1,12 @@
-"""Time per token with speculative decoding by n-grams and without it, in one engine.
+"""Time per token with speculative decoding, by n-grams or as --config says, and without it, in one
+engine.
 
 usage: python benchmarks/serving/bench_drafts.py MODEL [--load-format dummy] [--batch 1,8]
            [--cases copy,half,none] [--config JSON] [--engine-args JSON] [--repeat 3] [--json FILE]
 
-MODEL: a folder, or with `--load-format dummy` a name whose config.json is built in. Cases, each of
-256 output tokens after a prompt of 512:
+MODEL: a folder, or with `--load-format dummy` a name whose config.json is built in; the folder of
+what drafts with draft_model or eagle3 needs a config.json alone then. Cases, each of 256 output
+tokens after a prompt of 512, for drafts of n-grams:
   copy  the output repeats one token: every draft is accepted, as where a text is copied
   half  it is one of two tokens at random, of which drafts guess a part
   none  tokens at random from the whole vocabulary: hardly a draft

@@ -216,12 +216,18 @@ def test_defaults_and_what_one_length_of_n_grams_says_of_the_other():
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ({}, 'no method is given: it takes ngram, draft_model, mtp, as in {"method": "ngram"}'),
+        (
+            {},
+            'no method is given: it takes ngram, draft_model, mtp, eagle3, as in {"method": ',
+        ),
         ({"method": "ngrams"}, "method 'ngrams' is unknown; did you mean ngram?"),
         ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported here: it takes ngram"),
-        (NGRAM | {"model": "x"}, "key 'model' belongs to method draft_model, and the method is"),
+        (
+            NGRAM | {"model": "x"},
+            "key 'model' belongs to method draft_model or eagle3, and the method is",
+        ),
         ({"method": "draft_model"}, "model None: method draft_model takes the folder or hub name"),
-        ({"method": "eagle3", "model": "x"}, "method 'eagle3' is not supported here"),
+        ({"method": "eagle", "model": "x"}, "method 'eagle' is not supported here"),
         (NGRAM | {"num_speculative_token": 3}, "did you mean num_speculative_tokens?; it takes"),
         ({"num_spec": 3}, "unknown key 'num_spec'"),
         (NGRAM | {"num_speculative_tokens": 0}, "0 is out of range: it takes 1 to 32 or auto"),

@@ -118,7 +118,7 @@ class ModelRunner:
         """The model, and before it the one that drafts for it, if there is one."""
         draft = load_draft_model(config, selection, self._parallel)
         self.model = load_model(config, selection, self._parallel, self._begin_warm_up)
-        self._models = [self.model] if draft is None else [self.model, draft]
+        self._models = (self.model,) if draft is None else (self.model, draft)
         self._parallel.barrier("loaded")
 
     def _begin_warm_up(self, selection: Selection) -> None:
@@ -160,9 +160,8 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats()
         for count, max_seq_len in ((1, num_tokens), (most, longest)):
             for model in self._models:
-                hidden = model(inputs.padding(num_tokens, count, max_seq_len))
-                model.compute_logits(hidden[: config.max_num_logits])
-                del hidden
+                batch = inputs.padding(num_tokens, count, max_seq_len)
+                model.dry_run(batch, config.max_num_logits)
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.max_memory_allocated() - before
         if self._prompt_shapes:  # graphs keep their activations allocated
@@ -302,7 +301,8 @@ class ModelRunner:
                     hidden = hidden[to_device(sampled.tokens, self.device)]
                 is_pooled = batch.wants_pooling[sampled.rows]
                 if is_pooled.any():
-                    pooled = pooled_vectors(batch, hidden[is_pooled], sampled.rows[is_pooled])
+                    last_hidden = self.model.last_hidden(hidden[is_pooled])
+                    pooled = pooled_vectors(batch, last_hidden, sampled.rows[is_pooled])
                     hidden, sampled = hidden[~is_pooled], sampled.only(~is_pooled)
                 if len(sampled.rows):
                     logits = self.model.compute_logits(hidden)
