@@ -212,4 +212,3 @@ def total(kinds: Iterable[LayerKind]) -> LayerBytes:
     for kind in kinds:
         found += kind.bytes
     return found
-
