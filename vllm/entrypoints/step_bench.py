@@ -46,7 +46,9 @@ class StepBench:
         core = self._engine.core
         check_fits(self._engine.config, batch, context, num_steps)
         with self._decoding(batch, context, num_steps), _timed_waits(core.executor) as waited:
-            return profile_decode(core.runner, self._engine.step, waited, num_steps, by_kernel)
+            found = profile_decode(core.runner, self._engine.step, waited, num_steps, by_kernel)
+            self._check_cache(batch, context)
+            return found
 
     @contextmanager
     def _decoding(self, batch: int, context: int, num_steps: int) -> Iterator[None]:
@@ -67,12 +69,7 @@ class StepBench:
             while waiting:
                 outputs = engine.step()
                 waiting -= {output.request_id for output in outputs}
-                if any(output.finished for output in outputs) or self._has_preempted():
-                    raise ConfigError(
-                        f"--batch {batch} --context {context}: the KV cache does not hold so many "
-                        f"tokens at once; lower one of them, or raise --gpu-memory-utilization or "
-                        f"--kv-cache-memory-bytes"
-                    )
+                self._check_cache(batch, context, any(output.finished for output in outputs))
             yield
         finally:
             engine.abort_request(ids)
@@ -80,8 +77,14 @@ class StepBench:
                 engine.core.step()
             engine.reset_prefix_cache()
 
-    def _has_preempted(self) -> bool:
-        return self._engine.core.stats().num_preemptions > 0
+    def _check_cache(self, batch: int, context: int, is_short: bool = False) -> None:
+        """is_short: whether a request ended before all were there."""
+        if is_short or self._engine.core.stats().num_preemptions > 0:
+            raise ConfigError(
+                f"--batch {batch} --context {context}: the KV cache does not hold so many tokens "
+                f"at once; lower one of them, or raise --gpu-memory-utilization or "
+                f"--kv-cache-memory-bytes"
+            )
 
 
 @contextmanager

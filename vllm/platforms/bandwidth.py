@@ -1,14 +1,16 @@
 """What the memory of this machine delivers, measured."""
 
 import platform
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 _BYTES = 1 << 30
 _BYTES_ON_CPU = 1 << 28
-_REPEATS = 10
+_REPEATS = 20
 
 
 def memory_bandwidth(device_kind: str) -> float:
@@ -28,10 +30,10 @@ def device_name(device_kind: str) -> str:
 
 def _of_gpu() -> float:
     """Of floats that it negates: `copy_` is left to the driver, whose copies are a fifth slower.
-    The best of some runs: others share no GPU, and clocks take a while to rise."""
+    The median of some runs."""
     free, _ = torch.cuda.mem_get_info()
     half = min(_BYTES, free // 4) // 4
-    pair = torch.zeros(2, half, device="cuda")
+    pair = torch.randn(2, half, device="cuda")
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
     torch.neg(pair[0], out=pair[1])
     marks[0].record()
@@ -39,11 +41,12 @@ def _of_gpu() -> float:
         torch.neg(pair[0], out=pair[1])
         mark.record()
     torch.cuda.synchronize()
-    best_ms = min(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))
-    return 2 * half * 4 / best_ms * 1e3
+    ms = statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+    return 2 * half * 4 / ms * 1e3
 
 
 def _of_cpu() -> float:
+    """The best of some runs: others may share the cores."""
     data = torch.ones(_BYTES_ON_CPU // 4)
     return data.nbytes / min(_seconds(data.sum) for _ in range(_REPEATS))
 

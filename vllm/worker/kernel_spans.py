@@ -1,4 +1,4 @@
-"""Kernels of a GPU from torch's profiler: when each runs, and how long without waiting for others."""
+"""Kernels of a GPU from torch's profiler: when each runs, and for how long, waits left out."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple

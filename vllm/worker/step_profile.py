@@ -1,9 +1,9 @@
 """Where the time of decode steps goes, by layer and kernel.
 
-On a GPU steps run as they are served, from CUDA graphs, first without the profiler and then with it.
-A kernel of a graph does not say which layer launched it. So one step runs without graphs, with a
-marker around every layer, and tells the layers of the n-th launch of each kernel. On the CPU, where
-layers compute when they are called, they are timed themselves.
+On a GPU steps run as they are served, from CUDA graphs, first without the profiler and then with
+it. A kernel of a graph does not say which layer launched it. So one step runs without graphs, with
+a marker around every layer, and tells the layers of the n-th launch of each kernel. On the CPU,
+where layers compute when they are called, they are timed themselves.
 """
 
 import time
@@ -28,9 +28,9 @@ MORE_STEPS = 2 * _WARM_UP_STEPS + _EAGER_STEPS + 1
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Microseconds of a step, of which the host waited wait_us for the device, and of a step without
-    CUDA graphs, None on the CPU. kernels: () where they were not asked for. context: keys of each
-    request, the mean of the timed steps."""
+    """Microseconds of a step, of which the host waited wait_us for the device, and of a step
+    without CUDA graphs, None on the CPU. kernels: () where they were not asked for. context: keys
+    of each request, the mean of the timed steps."""
 
     step_us: float
     wait_us: float
@@ -135,9 +135,8 @@ def layers_of_kernels(spans: Iterable[Span], labels: Sequence[str]) -> dict[str,
 def kernel_times(
     spans: Iterable[Span], known: dict[str, list[str]], num_steps: int
 ) -> tuple[KernelTime, ...]:
-    """spans: of num_steps steps. known: as `layers_of_kernels`. A kernel that is launched more often
-    or less than there, or on behalf of nobody, has the layer "", unless all its launches there are
-    of one."""
+    """spans: of num_steps steps. known: as `layers_of_kernels`. A kernel that is launched more or
+    less often than there has the layer "", unless all its launches there are of one."""
     own = list(own_nanoseconds(spans))
     counts = Counter(name for name, _ in own)
     seen: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """A decode step against the bytes that it must move: rows for each kind of layer, as text and JSON.
 
-The limit of a row is its bytes over the bandwidth of the memory. Rows with times and `between` add up
-to the step.
+The limit of a row is its bytes over the bandwidth of the memory. The times of all rows and what is
+between kernels add up to the step.
 """
 
 import re
