@@ -41,14 +41,15 @@ def _of_gpu() -> float:
         torch.neg(pair[0], out=pair[1])
         mark.record()
     torch.cuda.synchronize()
-    ms = statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+    ms: float = statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
     return 2 * half * 4 / ms * 1e3
 
 
 def _of_cpu() -> float:
     """The best of some runs: others may share the cores."""
     data = torch.ones(_BYTES_ON_CPU // 4)
-    return data.nbytes / min(_seconds(data.sum) for _ in range(_REPEATS))
+    num_bytes: int = data.nbytes
+    return num_bytes / min(_seconds(data.sum) for _ in range(_REPEATS))
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@ call (`ops`). The outermost of them counts.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -37,7 +37,7 @@ class HostClock:
     """Time of layers that compute when they are called, as on the CPU. seconds, calls: by label."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self._begun = 0.0
 

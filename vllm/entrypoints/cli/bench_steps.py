@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag = parser.add_argument
     flag("model", nargs="?", metavar="MODEL", help="Folder, hub name or, with --load-format dummy "
-         "or --no-run, a name that vllm kernels explain knows; default: the demo model.")  # fmt: skip
+         "or --no-run, a built-in name of vllm kernels explain; default: the demo.")  # fmt: skip
     flag("--batch", default=_BATCHES, metavar="B,B", help="Numbers of requests.")
     flag("--context", type=int, default=_CONTEXT, metavar="N", help="Prompt tokens of each.")
     flag("--steps", type=int, default=_STEPS, metavar="N", help="Steps to time.")
@@ -181,8 +181,8 @@ def _measured(
             check_fits(config, batch, args.context, args.steps)
         engine = LLM(**vars(engine_args)).llm_engine
     bench, kind = StepBench(engine), engine.core.selection.device.kind
-    result |= {"device": device_name(kind), "arguments": {
-        "context": args.context, "steps": args.steps, "kv_cache_dtype": args.kv_cache_dtype}}  # fmt: skip
+    given = {name: getattr(args, name) for name in ("context", "steps", "kv_cache_dtype")}
+    result |= {"device": device_name(kind), "arguments": given}
     how = "a kernel that reads and writes" if kind == "cuda" else "reading"
     bandwidth = Bandwidth(memory_bandwidth(kind), f"measured, {how}")
     _print_bandwidth(bandwidth)
