@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm.errors import ConfigError
 from vllm.kernels.report.roofline import KernelTime
 from vllm.platforms.streams import in_turn
 from vllm.worker.kernel_spans import Span, in_order, own_nanoseconds, recording, spans_of
@@ -47,7 +48,8 @@ def profile_decode(
     by_kernel: bool,
 ) -> StepProfile:
     """step: makes the next step of requests that all decode; at most num_steps twice and MORE_STEPS
-    are made. waited: seconds in which the host has waited for results of steps so far."""
+    are made. waited: seconds in which the host has waited for results of steps so far. ConfigError
+    where the profiler does not work."""
     is_gpu = runner.device.type == "cuda"
     _repeat(step, _WARM_UP_STEPS)
     clock, first, before = HostClock(), _mean_keys(runner) + 1, waited()
@@ -60,6 +62,11 @@ def profile_decode(
     with recording() as recorded:
         _repeat(step, num_steps)
     spans = spans_of(recorded)
+    if not spans:
+        raise ConfigError(
+            "torch's profiler recorded no kernels of this GPU: CUPTI cannot be used here, or another "
+            "profiler is attached; without --roofline steps are timed alone"
+        )
     with without_graphs(runner):
         _repeat(step, _WARM_UP_STEPS)
         eager_us = _step_us(step, _EAGER_STEPS)
