@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from entrypoints.serving import run_cli
 
+from entrypoints.serving import run_cli
 from vllm.entrypoints.cli.main import main
 from vllm.kernels.report.question import GPUS, device_of, published_bandwidth
 
@@ -96,7 +96,7 @@ def test_without_the_roofline_there_is_a_line_for_each_batch(tiny_model: Path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["no_such_model", "--roofline", "--no-run", "--device", "h200"], "'no_such_model' is neit"),
+        (["no_such_model", "--roofline", "--no-run", "--device", "h200"], "'no_such_model' is"),
         (["Qwen3-8B-FP8", "--batch", "0"], "--batch '0': it takes numbers of requests, 1 or more"),
         (["Qwen3-8B-FP8", "--batch", "1,x"], "--batch '1,x': it takes"),
         (["Qwen3-8B-FP8", "--batch", "300"], "--batch 300: more than --max-num-seqs 256"),

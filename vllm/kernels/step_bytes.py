@@ -1,7 +1,7 @@
 """Bytes that a decode step must move, by layer: weights as they are stored, cache and states.
 
 All that asks how many bytes a layer has or reads counts here. Weights of norms, convolutions and
-rows of the embedding are not counted: a ten-thousandth of a model.
+rows of the embedding are not counted: together they are below a thousandth of a step.
 """
 
 from collections.abc import Iterable

@@ -64,8 +64,8 @@ def profile_decode(
     spans = spans_of(recorded)
     if not spans:
         raise ConfigError(
-            "torch's profiler recorded no kernels of this GPU: CUPTI cannot be used here, or another "
-            "profiler is attached; without --roofline steps are timed alone"
+            "torch's profiler recorded no kernels of this GPU: CUPTI cannot be used here, or "
+            "another profiler is attached; without --roofline steps are timed alone"
         )
     with without_graphs(runner):
         _repeat(step, _WARM_UP_STEPS)

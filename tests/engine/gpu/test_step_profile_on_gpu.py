@@ -52,7 +52,7 @@ def test_every_layer_has_its_kernels_and_the_rows_add_up_to_the_step(name, is_ea
         rows = timed_rows(kinds, profile.kernels, Bandwidth(1e12, "given"), {})
         found = Roofline(DecodeStep(batch, 64), Bandwidth(1e12, "given"), rows, profile.step_us)
         assert found.kernels_us + found.between_us == pytest.approx(profile.step_us)
-        assert 0 < found.kernels_us and profile.eager_step_us > 0
+        assert found.kernels_us > 0 and profile.eager_step_us > 0
         by_name = {row.name: row for row in rows}
         lost = {
             kind.name: {k.kernel for k in profile.kernels if k.layer in ("", *kind.layers)}
