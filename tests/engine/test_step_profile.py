@@ -146,6 +146,23 @@ def test_rows_and_what_is_between_them_are_the_step(llm, batch):
     assert not engine.core.has_work and not engine.has_unfinished
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", "gemma4-experts", "mimo_v2_flash", "deepseek_v3", "qwen3_5_moe",
+     "nemotron_h-latent"],
+)  # fmt: skip
+def test_every_layer_of_any_architecture_has_its_time(name, checkpoint):
+    engine = LLM(checkpoint(name), skip_tokenizer_init=True, max_num_seqs=4).llm_engine
+    profile = StepBench(engine).measure(2, 20, 2, by_kernel=True)
+    problems = [(layer, decision.problem) for layer, decision in engine.core.selection.records]
+    decoder = engine.config.model_config.decoder
+    kinds = layer_kinds(problems, decoder.items(), DecodeStep(2, 20), 1, "fp32")
+    names = [kind.name for kind in kinds]
+    assert len(set(names)) == len(names)
+    launches = {time.layer: time.launches for time in profile.kernels}
+    assert all(launches[layer] >= 1 for kind in kinds for layer in kind.layers)
+
+
 def test_without_kernels_steps_are_only_timed(llm):
     profile = StepBench(llm.llm_engine).measure(2, 8, 3, by_kernel=False)
     assert profile.step_us > 0 and profile.kernels == () and profile.eager_step_us is None

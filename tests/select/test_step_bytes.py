@@ -54,7 +54,7 @@ def kinds_of(model: str, batch: int, context: int, tp: int = 1, device: str = "h
 def of_parts(kinds: list[LayerKind]) -> dict[str, float]:
     found: Counter[str] = Counter()
     for kind in kinds:
-        found[kind.name] += kind.bytes.weights
+        found[kind.name.partition(" (")[0]] += kind.bytes.weights
     return dict(found)
 
 
@@ -165,6 +165,8 @@ def test_gpt_oss_120b_reads_four_experts_in_4_bits_and_half_of_its_layers_a_wind
     assert sizes["self_attn.qkv_proj"] == 36 * ((64 + 8 + 8) * 64 * (2880 * 2 + 4))
     assert sizes["self_attn.o_proj"] == 36 * 2880 * (64 * 64 * 2 + 4)
     assert sizes["lm_head"] == 201088 * 2880 * 2
+    attention = [kind.name for kind in kinds if kind.name.startswith("self_attn.attn")]
+    assert attention == ["self_attn.attn (window 128, 64/8x64)", "self_attn.attn (64/8x64)"]
     a_token = 2 * 8 * 64 * 2
     assert total(kinds).cache == a_token * (18 * 1024 + 18 * 128 + 36)
 

@@ -4,6 +4,7 @@ All that asks how many bytes a layer has or reads counts here. Weights of norms,
 rows of the embedding are not counted: together they are below a thousandth of a step.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 
@@ -66,8 +67,9 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are alike. name: of the part within its decoder layer. problems: what it asks
-    kernels for, as texts. layers: their full names. bytes: of all of them together."""
+    """Layers that are alike. name: of the part within its decoder layer, and in brackets what tells
+    it from others of that name. problems: what it asks kernels for, as texts. layers: their full
+    names. bytes: of all of them together."""
 
     name: str
     problems: tuple[str, ...]
@@ -188,16 +190,36 @@ def layer_kinds(
             asked[prefix + item.name] = []
     for name, problem in problems:
         asked.setdefault(name, []).append(problem)
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    found: dict[tuple[str, tuple[str, ...]], LayerBytes] = {}
+    groups: dict[tuple[str, tuple[Problem, ...]], list[str]] = {}
+    found: dict[tuple[str, tuple[Problem, ...]], LayerBytes] = {}
     for name, own in asked.items():
-        key = part_name(name), tuple(map(str, own))
+        key = part_name(name), tuple(own)
         groups.setdefault(key, []).append(name)
-        total = besides.get(name, LayerBytes())
+        sizes = besides.get(name, LayerBytes())
         for problem in own:
-            total += layer_bytes(problem, step)
-        found[key] = found.get(key, LayerBytes()) + total
-    return [LayerKind(*key, tuple(names), found[key]) for key, names in groups.items()]
+            sizes += layer_bytes(problem, step)
+        found[key] = found.get(key, LayerBytes()) + sizes
+    alike = Counter(name for name, _ in groups)
+    return [
+        LayerKind(
+            name if alike[name] == 1 else f"{name} ({_difference(own)})",
+            tuple(map(str, own)),
+            tuple(layers),
+            found[name, own],
+        )
+        for (name, own), layers in groups.items()
+    ]
+
+
+def _difference(problems: tuple[Problem, ...]) -> str:
+    """What tells layers of one name apart."""
+    first = problems[0] if problems else None
+    if isinstance(first, AttentionProblem):
+        heads = f"{first.num_heads}/{first.num_kv_heads}x{first.head_dim}"
+        return f"window {first.sliding_window}, {heads}" if first.sliding_window else heads
+    if isinstance(first, LinearProblem):
+        return f"{first.weight}:{first.n}x{first.k}"
+    return "; ".join(map(str, problems))
 
 
 def part_name(layer: str) -> str:

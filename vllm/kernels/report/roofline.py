@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.kernels.step_bytes import DecodeStep, LayerBytes, LayerKind
-from vllm.utils.dataclasses import dataclass
+from vllm.utils.dataclasses import dataclass, replace
 
 BETWEEN = "between kernels"
 _SMALL_SHARE = 0.002  # of a step: kernels of no layer that take less are one row
@@ -43,10 +43,12 @@ class Bandwidth(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """us, launches: None without a run. kernel: what computes it, backend or names of kernels."""
+    """us, launches: None without a run. kernel: what computes it, backend or names of kernels, ""
+    without a run. problems: what the layers ask for."""
 
     name: str
     kernel: str
+    problems: tuple[str, ...]
     num_layers: int
     bytes: LayerBytes
     limit_us: float
@@ -58,7 +60,7 @@ class Row:
         sizes = self.bytes
         found: dict[str, Any] = {
             "name": self.name,
-            "kernel": self.kernel,
+            "problems": list(self.problems),
             "layers": self.num_layers,
             "weight_bytes": round(sizes.weights),
             "cache_bytes": round(sizes.cache),
@@ -67,6 +69,7 @@ class Row:
             "limit_us": round(self.limit_us, 3),
         }
         if self.us is not None:
+            found["kernel"] = self.kernel
             found |= {"us": round(self.us, 3), "launches": round(self.launches or 0, 3)}
             found["kernels"] = {name: round(us, 3) for name, us in (self.kernels or {}).items()}
         return found
@@ -124,12 +127,8 @@ class Roofline:
 
 
 def limit_rows(kinds: Iterable[LayerKind], bandwidth: Bandwidth) -> tuple[Row, ...]:
-    """Without a run. kernel: what the layers ask for."""
-    return tuple(
-        Row(kind.name, "; ".join(kind.problems), len(kind.layers), kind.bytes,
-            bandwidth.us(kind.bytes.required))
-        for kind in kinds
-    )  # fmt: skip
+    """Without a run."""
+    return tuple(_row(kind.name, "", None, bandwidth, kind) for kind in kinds)
 
 
 def timed_rows(
@@ -171,25 +170,22 @@ def _merged(others: dict[str, list[KernelTime]]) -> Iterable[tuple[str, list[Ker
 def _row(
     name: str,
     kernel: str,
-    times: Sequence[KernelTime],
+    times: Sequence[KernelTime] | None,
     bandwidth: Bandwidth,
     kind: LayerKind | None = None,
 ) -> Row:
+    """times: None without a run. kind: None for kernels of no layer."""
     sizes = kind.bytes if kind is not None else LayerBytes()
+    problems, num_layers = (kind.problems, len(kind.layers)) if kind is not None else ((), 0)
+    row = Row(name, kernel, problems, num_layers, sizes, bandwidth.us(sizes.required))
+    if times is None:
+        return row
     kernels: dict[str, float] = {}
     for time in times:
         if time.kernel:
             kernels[time.kernel] = kernels.get(time.kernel, 0.0) + time.us
-    return Row(
-        name,
-        kernel,
-        len(kind.layers) if kind is not None else 0,
-        sizes,
-        bandwidth.us(sizes.required),
-        sum(time.us for time in times),
-        sum(time.launches for time in times),
-        kernels,
-    )
+    us, launches = sum(time.us for time in times), sum(time.launches for time in times)
+    return replace(row, us=us, launches=launches, kernels=kernels)
 
 
 def _names(times: Iterable[KernelTime]) -> str:
