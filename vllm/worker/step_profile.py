@@ -17,26 +17,28 @@ import torch
 from vllm.errors import ConfigError
 from vllm.kernels.report.roofline import KernelTime
 from vllm.platforms.streams import in_turn
-from vllm.worker.kernel_spans import Span, in_order, own_nanoseconds, recording, spans_of
+from vllm.worker.kernel_spans import Span, in_order, own_nanoseconds, recording, spans_of, waiting
 from vllm.worker.layer_marks import DeviceMarkers, HostClock, marked
 from vllm.worker.model_runner import ModelRunner
 
 _WARM_UP_STEPS = 4
 _EAGER_STEPS = 3
-MORE_STEPS = 2 * _WARM_UP_STEPS + _EAGER_STEPS + 1
+MORE_STEPS = 3 * _WARM_UP_STEPS + _EAGER_STEPS + 1
 """Steps besides those that are asked for, at most: of each request as many tokens."""
 
 
 @dataclass(frozen=True)
 class StepProfile:
     """Microseconds of a step, of which the host waited wait_us for the device, and of a step
-    without CUDA graphs, None on the CPU. kernels: () where they were not asked for. context: keys
-    of each request, the mean of the timed steps."""
+    without CUDA graphs, None on the CPU. idle_us: of a step under the profiler, when no kernel
+    runs. kernels: () where they were not asked for. context: keys of each request, the mean of the
+    timed steps."""
 
     step_us: float
     wait_us: float
     context: float
     eager_step_us: float | None = None
+    idle_us: float = 0.0
     kernels: tuple[KernelTime, ...] = ()
 
 
@@ -59,6 +61,9 @@ def profile_decode(
     timed = StepProfile(step_us, wait_us, (first + _mean_keys(runner)) / 2)
     if not by_kernel or not is_gpu:
         return replace(timed, kernels=_layer_times(clock, num_steps))
+    with recording():  # the first one takes seconds to begin, in which clocks fall
+        pass
+    _repeat(step, _WARM_UP_STEPS)
     with recording() as recorded:
         _repeat(step, num_steps)
     spans = spans_of(recorded)
@@ -75,7 +80,9 @@ def profile_decode(
             _repeat(step, 1)
     known = layers_of_kernels(spans_of(recorded), markers.labels)
     kernels = kernel_times(spans, known, num_steps)
-    return replace(timed, eager_step_us=eager_us, kernels=kernels)
+    _, idle, _ = waiting(spans, 0, 0)
+    idle_us = idle / num_steps / 1e3
+    return replace(timed, eager_step_us=eager_us, idle_us=idle_us, kernels=kernels)
 
 
 def _repeat(step: Callable[[], object], count: int) -> None:

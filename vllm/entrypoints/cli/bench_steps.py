@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -70,7 +72,7 @@ def _batches(args: argparse.Namespace) -> list[int]:
             f"--batch {args.batch!r}: it takes numbers of requests, 1 or more, such as {_BATCHES}"
         )
     bench_serve.check_numbers(args, "1 or more", lambda n: n >= 1, "context", "steps")
-    bench_serve.check_numbers(args, "a number above 0", lambda n: n > 0, "bandwidth")
+    bench_serve.check_numbers(args, "a number above 0", lambda n: 0 < n < math.inf, "bandwidth")
     if args.no_run and not args.roofline:
         raise ConfigError("--no-run prints the limits of --roofline: give both")
     for name in ("device", "bandwidth"):
@@ -99,6 +101,11 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 def _limits(args: argparse.Namespace, batches: list[int]) -> Iterator[Roofline]:
     from vllm.entrypoints.cli.kernels_explain import asked_model
 
+    if args.pipeline_parallel_size != 1 or args.data_parallel_size != 1:
+        raise ConfigError(
+            "--no-run has the limits of a tensor-parallel or expert-parallel rank: leave "
+            "--pipeline-parallel-size and --data-parallel-size out"
+        )
     device, bandwidth = _published(args)
     tp = args.tensor_parallel_size
     ep = tp if args.enable_expert_parallel else 1
@@ -112,6 +119,8 @@ def _limits(args: argparse.Namespace, batches: list[int]) -> Iterator[Roofline]:
     most = args.max_model_len or _longest(layers.text)
     if most is not None and args.context > most:
         raise ConfigError(f"--context {args.context}: the model takes at most {most} tokens")
+    for note in asked.facts.notes if asked.facts is not None else ():
+        print(f"note: {note}", file=sys.stderr)
     dtype = question.dtype_of(args.dtype, layers.text, device)
     _print_bandwidth(bandwidth)
     for batch in batches:
@@ -220,5 +229,5 @@ def _roofline(
     if args.roofline:
         backends = {name: decision.backend_for(batch) for name, decision in reversed(records)}
         rows = timed_rows(kinds, profile.kernels, bandwidth, backends)
-    times = profile.step_us, profile.wait_us, profile.eager_step_us
+    times = profile.step_us, profile.wait_us, profile.eager_step_us, profile.idle_us
     return Roofline(step, bandwidth, rows, *times)

@@ -78,7 +78,8 @@ class Row:
 @dataclass(frozen=True)
 class Roofline:
     """Of one batch size. rows: without what is between kernels. step_us: measured, None without a
-    run; wait_us: of it the host waits for the device; eager_step_us: without CUDA graphs."""
+    run; wait_us: of it the host waits for the device; eager_step_us: without CUDA graphs; idle_us:
+    under the profiler, when no kernel runs."""
 
     step: DecodeStep
     bandwidth: Bandwidth
@@ -86,6 +87,7 @@ class Roofline:
     step_us: float | None = None
     wait_us: float = 0.0
     eager_step_us: float | None = None
+    idle_us: float = 0.0
 
     @property
     def limit_us(self) -> float:
@@ -120,6 +122,7 @@ class Roofline:
             found["between_us"] = round(self.between_us, 3)
         if self.eager_step_us is not None:
             found["eager_step_us"] = round(self.eager_step_us, 3)
+            found["profiled_idle_us"] = round(self.idle_us, 3)
         return {**found, "rows": [row.to_json() for row in self.rows]}
 
 
@@ -269,6 +272,9 @@ def _host_lines(found: Roofline) -> list[str]:
             f"host: {(found.step_us - found.wait_us) / 1e3:.3f} ms of a step, then waits "
             f"{found.wait_us / 1e3:.3f} ms for the device; without CUDA graphs a step takes "
             f"{found.eager_step_us / 1e3:.3f} ms"
+        )
+        lines.append(
+            f"under the profiler no kernel runs for {found.idle_us / 1e3:.3f} ms of a step"
         )
     if found.between_us < 0:
         lines.append("kernels take longer than the step: they overlap, or the profiler slows them")
