@@ -182,6 +182,20 @@ def test_requests_that_do_not_fit_are_refused(llm, checkpoint):
     assert StepBench(small.llm_engine).measure(1, 100, 4, by_kernel=True).kernels
 
 
+def test_layers_without_kernels_and_overlap_are_told(llm):
+    records = llm.llm_engine.core.selection.records
+    step, bandwidth = DecodeStep(1, 10), Bandwidth(1e9, "")
+    problems = [(name, decision.problem) for name, decision in records]
+    kinds = layer_kinds(problems, [], step, 1, "fp32")
+    times = [KernelTime(problems[0][0], "a", 30.0, 1), KernelTime("", "ns::b<1>(int)", 9.0, 2)]
+    rows = timed_rows(kinds, times, bandwidth, {})
+    lines = text(Roofline(step, bandwidth, rows, 35.0, 20.0, 50.0)).splitlines()
+    others = ", ".join(kind.name for kind in kinds[1:])
+    assert lines[-4] == f"no kernel is known to be of {others}: rows with names have them"
+    assert lines[-1].startswith("kernels take longer than the step")
+    assert lines[-5].startswith("step ") and lines[-6].split()[-2:] == ["-4.0", "-11.4%"]
+
+
 def test_small_kernels_of_no_layer_are_one_row():
     times = [KernelTime("", "void ns::big<1>(int)", 1000.0, 2)]
     times += [KernelTime("", f"ns::small_{i}<2>(float)", 1.0, 1) for i in range(5)]

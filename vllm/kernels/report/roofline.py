@@ -244,7 +244,7 @@ def _timed_lines(found: Roofline) -> list[str]:
              f"{'of limit':>8} {'share':>6}  kernel"]  # fmt: skip
     for row in found.rows:
         us = row.us or 0.0
-        ratio = f"{us / row.limit_us:.2f} x" if row.limit_us else "-"
+        ratio = f"{us / row.limit_us:.2f} x" if row.limit_us and us else "-"
         lines.append(_timed(found, width, row.name, us, f"{row.launches:,.0f}",
                             f"{row.bytes.required / 1e6:,.1f}", f"{row.limit_us:,.1f}", ratio)
                      + f"  {row.kernel}".rstrip())  # fmt: skip
@@ -267,6 +267,8 @@ def _timed(
 def _host_lines(found: Roofline) -> list[str]:
     assert found.step_us is not None
     lines = []
+    if lost := [row.name for row in found.rows if row.num_layers and not row.launches]:
+        lines.append(f"no kernel is known to be of {', '.join(lost)}: rows with names have them")
     if found.eager_step_us is not None:
         lines.append(
             f"host: {(found.step_us - found.wait_us) / 1e3:.3f} ms of a step, then waits "
