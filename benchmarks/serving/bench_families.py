@@ -81,26 +81,34 @@ def main() -> int:
 
 
 def configs(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    from vllm.architectures.registry import builtin_config, builtin_names, is_described, is_served
+    from vllm.architectures.registry import builtin_names, is_described, is_served
 
-    others = family_sizes()
     if not names:
         names = [str(file) for file in sorted((ROOT / "tests/select/configs").glob("*.json"))]
-        names += [*builtin_names(), *others]
+        names += [*builtin_names(), *family_sizes()["models"]]
     for name in names:
-        config = builtin_config(name) or others.get(name) or json.loads(Path(name).read_text())
+        config = config_of(name)
         if is_described(config) and is_served(config):
-            yield Path(name).stem if name.endswith(".json") else name, config
+            yield Path(name).name.removesuffix(".json"), config
         else:
             print(f"{name}: not served", flush=True)
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """name: as CONFIG above."""
+    from vllm.architectures.registry import builtin_config
+
+    sizes = family_sizes()
+    if one := sizes["models"].get(name):
+        return {**one["config"], "quantization_config": sizes["formats"][one["format"]]}
+    found: dict[str, Any] = builtin_config(name) or json.loads(Path(name).read_text())
+    return found
+
+
 def family_sizes() -> dict[str, dict[str, Any]]:
-    sizes = json.loads(Path(__file__).with_name("family_sizes.json").read_text())
-    return {
-        name: {**one["config"], "quantization_config": sizes["formats"][one["format"]]}
-        for name, one in sizes["models"].items()
-    }
+    found: dict[str, dict[str, Any]]
+    found = json.loads(Path(__file__).with_name("family_sizes.json").read_text())
+    return found
 
 
 def with_first_layers(config: Mapping[str, Any], least: int) -> dict[str, Any]:

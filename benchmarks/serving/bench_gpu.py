@@ -3,7 +3,8 @@
 usage: python benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 [--engine-args JSON] [--name NAME]
            [--contexts N ...] [--skip-profile] [--out benchmarks/results/h100]
 
-The model is a shape `vllm kernels explain` knows by name, with random weights. Reported:
+The model is a shape `vllm kernels explain` knows, one of family_sizes.json or a config.json,
+with random weights. Reported:
   ready_s     from the start of the process to a loaded engine
   output_tok_s  256 requests given at once, 100 to 1,024 tokens in and out, temperature 0.6
   weight_gb   weights that one token is multiplied with: read once, they bound tpot1_ms
@@ -63,7 +64,7 @@ def main() -> None:
     }
     bench = Bench(llm, SamplingParams)
     bench.seconds([(16, 32)] * 8)
-    name = f"engine_{args.name or Path(args.model).name}.json"
+    name = f"engine_{args.name or Path(args.model).name.removesuffix('.json')}.json"
     parts = [bench.numbers(), bench.contexts(args.contexts)]
     for found in chain(*parts, () if args.skip_profile else bench.steps()):
         print(json.dumps(found, indent=1 if "steps" in found else None), flush=True)
@@ -89,9 +90,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_config(model: str, folder: Path) -> None:
-    from vllm.architectures.registry import builtin_config
+    from bench_families import config_of
 
-    (folder / "config.json").write_text(json.dumps(builtin_config(model)))
+    (folder / "config.json").write_text(json.dumps(config_of(model)))
 
 
 class Bench:

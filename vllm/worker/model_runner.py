@@ -91,10 +91,10 @@ class ModelRunner:
                 )  # fmt: skip
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         self.batch = make_batch(config, tables)
-        pages = self.batch.max_blocks, self.batch.block_size, self.device, len(tables)
+        pages = self.batch.max_blocks, self.batch.block_size
         self._inputs = StepInputs(
-            self._max_tokens, config.scheduler_config.max_num_seqs, *pages,
-            config.num_draft_states > 0,
+            self._max_tokens, config.scheduler_config.max_num_seqs, *pages, self.device,
+            num_groups=len(tables), keeps_draft_states=config.num_draft_states > 0,
         )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
@@ -153,7 +153,7 @@ class ModelRunner:
         self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
         inputs = StepInputs(
             num_tokens, num_seqs, 1, config.cache_config.block_size, self.device,
-            config.num_draft_states > 0,
+            num_groups=len(config.cache_groups), keeps_draft_states=config.num_draft_states > 0,
         )  # fmt: skip
         longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
         calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
