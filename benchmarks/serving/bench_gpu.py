@@ -17,10 +17,11 @@ with random weights. Reported:
               step, launching_ms until the host has launched it, device_ms from the beginning of the
               step to the end of its last kernel by the device's clock, after_ms from there to the
               return
-  steps       kernels of a step by GPU time, from torch's profiler (which slows the host down);
-              one that starts early counts from the end of the one before it on its stream.
-              waiting: when no kernel runs; before_us from the call of generate() to the first,
-              between_us in each step, after_us from the end of the last to the return
+  steps       kernels of the step of a prompt by GPU time, from torch's profiler (which slows the
+              host down); one that starts early counts from the end of the one before it on its
+              stream. waiting: when no kernel runs; before_us from the call of generate() to the
+              first, between_us in each step, after_us from the end of the last to the return.
+              Steps that decode: `vllm bench steps --roofline`
 Prompts are random token ids, so that no prefix cache helps. The result file is written anew with
 every number, for runs that are cut.
 """
@@ -41,10 +42,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 PROMPT, OUTPUT, PREFILL, NUM_REQUESTS, MAX_LEN = 32, 128, 3500, 256, 1024
 BATCHES = (1, 8, 64)
-# Of an element of a weight; two where it is not listed. NVFP4 has a byte of scale for 16, MXFP4
-# and MXFP8 for 32.
-BYTES = {"fp8": 1, "nvfp4": 9 / 16, "int4": 1 / 2, "int8": 1, "mxfp4": 17 / 32, "mxfp8": 33 / 32}
-PROFILED_TOKENS = 20
 
 
 def main() -> None:
@@ -170,10 +167,6 @@ class Bench:
     def steps(self) -> Iterator[dict[str, Any]]:
         from gpu_profile import profile_steps
 
-        loads = {f"decode {n}": ([(PROMPT, PROFILED_TOKENS + 1)] * n) for n in BATCHES}
-        for name, lengths in loads.items():
-            run = self.generation(lengths)
-            yield {"steps": {name: profile_steps(run, PROFILED_TOKENS)}}
         yield {"steps": {"prefill": profile_steps(self.generation([(PREFILL, 1)]), 1)}}
 
     def mixed_load(self) -> tuple[float, int]:
@@ -224,32 +217,27 @@ def median_of_3(measure: Callable[[], float]) -> float:
 
 def weights_read(llm: Any) -> tuple[int, int]:
     """(bytes, elements) of the weights that a token is multiplied with, the experts it uses among
-    them, scales aside but for those of 4-bit floats and MXFP8."""
-    num_bytes = num_weights = 0
+    them; bytes with scales."""
+    from vllm.kernels.step_bytes import DecodeStep, layer_bytes
+
+    num_bytes, num_weights, one = 0.0, 0, DecodeStep(batch=1, context=1)
     for _, decision in llm.llm_engine.core.selection.records:
         problem = decision.problem
+        num_bytes += layer_bytes(problem, one).weights
         if problem.family == "linear":
-            count = problem.n * problem.k
+            num_weights += problem.n * problem.k
         elif problem.family == "moe":
-            matrices = 1 + problem.num_first_parts
-            count = matrices * problem.top_k * problem.hidden * problem.intermediate
-        else:
-            continue
-        num_weights += count
-        num_bytes += int(count * BYTES.get(problem.weight.element, 2))
-    return num_bytes, num_weights
+            parts = problem.num_first_parts + 1
+            num_weights += parts * problem.top_k * problem.hidden * problem.intermediate
+    return round(num_bytes), num_weights
 
 
 def cache_bytes_per_token(llm: Any) -> int:
     """Of K and V in all layers, as one engine without ranks holds them."""
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.kernels.step_bytes import key_bytes
 
-    modules = llm.llm_engine.core.runner.model.modules()
-    return sum(
-        m.cache_spec.token_bytes(m.kernel.dtype.itemsize, ranks=1)
-        for m in modules
-        if isinstance(m, Attention)
-    )
+    problems = [decision.problem for _, decision in llm.llm_engine.core.selection.records]
+    return sum(key_bytes(problem) for problem in problems if problem.family == "attention")
 
 
 if __name__ == "__main__":

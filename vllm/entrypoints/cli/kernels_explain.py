@@ -136,13 +136,15 @@ def run_explain(args: argparse.Namespace) -> int:
 
 class Asked(NamedTuple):
     """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config.
-    facts: of a model. refusal: what makes the engine refuse it whatever kernels there are."""
+    facts: of a model. refusal: what makes the engine refuse it whatever kernels there are. layers:
+    of a model."""
 
     problems: list[tuple[str, Problem]]
     model_type: str
     quant_config: Any = None
     facts: ModelFacts | None = None
     refusal: str = ""
+    layers: "Layers | None" = None
 
 
 def _select(args: argparse.Namespace) -> tuple[Selection, Asked]:
@@ -322,7 +324,7 @@ def _asked(
         layers = replace(layers, is_served=False)
         notes.append(f"the engine refuses this checkpoint: {text}")
     facts = ModelFacts(layers.is_served, tuple(notes))
-    return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
+    return Asked(problems, layers.text["model_type"], quant_config, facts, refusal, layers)
 
 
 def _drafts_itself(args: argparse.Namespace) -> bool:
