@@ -87,7 +87,7 @@ def own_plan(inputs: Inputs) -> tuple[tuple[int, ...], int]:
     chip = kernels.read_chip(inputs.query.device)
     tile = kernels.tile_of(heads, width, inputs.cache.itemsize, chip.shared_memory)
     programs = num_requests * cdiv(heads, tile.block_m)
-    return tuple(tile), kernels.plan_splits(programs, inputs.seq_len, chip.num_sms)[0]
+    return tuple(tile), kernels.splits_of(programs, inputs.seq_len, chip.num_sms, 128)[0]
 
 
 def with_plan(inputs: Inputs, tile: kernels.Tile, per_sm: int, copied: float) -> Row | None:
@@ -95,16 +95,16 @@ def with_plan(inputs: Inputs, tile: kernels.Tile, per_sm: int, copied: float) ->
     num_requests, heads, _ = inputs.query.shape
     num_sms = kernels.read_chip(inputs.query.device).num_sms
     splits = max(1, per_sm * num_sms // (num_requests * cdiv(heads, tile.block_m)))
-    before = kernels.tile_of, kernels.plan_splits
+    before = kernels.tile_of, kernels.splits_of
     kernels.tile_of = lambda *_: tile
-    kernels.plan_splits = lambda *_: (splits, tile.block_n)
+    kernels.splits_of = lambda *_: (splits, tile.block_n)
     try:
         return inputs.row((tuple(tile), splits), copied)
     except (RuntimeError, OutOfResources) as error:
         print(f"{tuple(tile)}: {str(error).splitlines()[0]}", flush=True)
         return None
     finally:
-        kernels.tile_of, kernels.plan_splits = before
+        kernels.tile_of, kernels.splits_of = before
 
 
 def measure(dtype: torch.dtype, has_tiles: bool, keep: Callable[[list[Row]], None]) -> None:
