@@ -87,7 +87,12 @@ _Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS
 SPECS = (
     _Block(family="linear", pads=True, check=columns_per_scale),
     _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=columns_per_scale),
-    _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS | {"act": frozenset({ActScheme.DYNAMIC_TOKEN})}),
+    _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
+    _Moe(
+        backend="triton-rows",
+        devices=_FP8_CHIPS,
+        **shared.FP8_ROWS | {"act": frozenset({ActScheme.DYNAMIC_GROUP128})},
+    ),
     _Moe(formats=shared.HALF),
     _Attention(formats=shared.HALF),
     _Attention(formats=_FP8, devices=_FP8_CHIPS),
@@ -99,7 +104,10 @@ SPECS = (
 )
 
 # Formats that `moe` has code for.
-MAKES = {"moe": shared.HALF | {"fp8-block", "fp8-channel", "fp8-tensor"}}
+MAKES = {
+    "triton/moe": shared.HALF | {"fp8-block"},
+    "triton-rows/moe": shared.FP8_ROWS["formats"],
+}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
