@@ -96,6 +96,20 @@ PARTS = (
         "benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 --name Qwen3-8B-FP8-default --out {out}",
     ),
     Part("8b_steps", 70, "benchmarks/serving/bench_steps.py Qwen/Qwen3-8B-FP8 --out {out}", OWN),
+    *(
+        Part(
+            f"{name}_roofline",
+            seconds,
+            f"-m vllm.entrypoints.cli.main bench steps Qwen/{model} --load-format dummy --roofline "
+            f"--json {{out}}/roofline_{model}.json",
+            OWN,
+        )
+        for name, seconds, model in (
+            ("8b", 60, "Qwen3-8B-FP8"),
+            ("30b", 80, "Qwen3-30B-A3B-FP8"),
+            ("35b", 90, "Qwen3.5-35B-A3B-FP8"),
+        )
+    ),
     Part(
         "prompt_clock",
         90,

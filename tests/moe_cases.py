@@ -53,7 +53,8 @@ class Case:
         weight = WeightFormat.parse(self.weight)
         act = (ActScheme.NONE,)
         if weight.is_quantized:
-            act = (ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
+            of_token = (ActScheme.DYNAMIC_TOKEN,) if weight.scale != "block" else ()
+            act = (*of_token, ActScheme.DYNAMIC_GROUP128, ActScheme.NONE)
         sizes = (self.num_experts, self.top_k, self.hidden, self.intermediate)
         problem = MoEProblem(*sizes, weight, act, dtype="bf16")
         if not self.swiglu_limit:
@@ -76,7 +77,7 @@ def generate(count: int, seed: int = 0) -> list[Case]:
         num_experts = draw.choice((1, 3, 16, 40))
         top_k = min(num_experts, draw.choice((1, 2, 8)))
         hidden, inner = draw.choice(((256, 128), (384, 256), (272, 144), (512, 192)))
-        weight = ("fp8-block", "bf16")[i % 3 == 2]
+        weight = ("fp8-block", "fp8-channel", "bf16", "fp8-block", "fp8-tensor", "bf16")[i % 6]
         tokens, routing = NUM_TOKENS[i % len(NUM_TOKENS)], ROUTINGS[(i + i // 10) % len(ROUTINGS)]
         limit = 0.7 if i % 4 == 1 else 0.0
         cases.append(Case(num_experts, top_k, hidden, inner, weight, tokens, routing, i, limit))

@@ -3,14 +3,14 @@
 usage: python benchmarks/serving/bench_api.py [MODEL] [--case=FLAGS ...] [--out FILE] [-- FLAG ...]
 
 Starts `vllm serve MODEL FLAG ...` and stops it; beside it one with the further FLAGS of each case,
-in rounds that take turns, so that what else the machine does falls on all. The default is a model of
-two small layers with random weights: the engine leaves the machine to the server.
+in rounds that take turns, so that what else the machine does falls on all. The default is a model
+of two small layers with random weights: the engine leaves the machine to the server.
 
 CLIENTS connections stream chats of TOKENS tokens at once, ROUNDS times after one that does not
 count. CPU time is that of the server's process, or of all API processes with --api-server-count:
-user and system, as Linux counts it. Others who use the machine make it more: the least of the rounds
-is told beside the median. A client that reads late gets several tokens in one event: events are
-counted too.
+user and system, as Linux counts it. Others who use the machine make it more: the least of the
+rounds is told beside the median. A client that reads late gets several tokens in one event: events
+are counted too.
 """
 
 import argparse

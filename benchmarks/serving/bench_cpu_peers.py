@@ -96,7 +96,7 @@ def main() -> None:
         return run_worker(*sys.argv[2:])
     args = parse_args()
     engines = [e for e in ENGINES if not args.only or e.worker in args.only]
-    folders = {model: prepare(model, args) for model in args.model}
+    folders = {model: prepare(model, engines, args) for model in args.model}
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number in range(args.rounds):
         for model, folder in folders.items():
@@ -110,7 +110,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "rounds": args.rounds,
         "repeat": args.repeat,
-        "versions": versions(args.peers_python),
+        "versions": versions(args.peers_python, {engine.worker for engine in engines}),
         "models": [
             {"model": MODELS[model], "engines": rows(model, folders[model], engines, runs)}
             for model in args.model
@@ -289,8 +289,8 @@ def llama_cpp(path: str, dtype: str) -> Generate:
 # ---------------------------------------------------------------- models
 
 
-def prepare(model: str, args: argparse.Namespace) -> Path:
-    """The model's folder, with every file that `ENGINES` name."""
+def prepare(model: str, engines: list[Engine], args: argparse.Namespace) -> Path:
+    """The model's folder, with every file that `engines` name."""
     from vllm.entrypoints.demo import dequantise, find_gguf
     from vllm.model_executor.quantize import quantize_checkpoint
 
@@ -309,7 +309,7 @@ def prepare(model: str, args: argparse.Namespace) -> Path:
         if not (folder / name).exists():
             has_int8_head = name.endswith("head8")
             quantize_checkpoint(folder / "bf16", folder / name, format_name, has_int8_head)
-    for engine in ENGINES:
+    for engine in engines:
         target = folder / engine.files
         if target.suffix == ".gguf" and not target.exists():
             call(args.peers_python, ["gguf", str(origin), str(target)])
@@ -434,19 +434,17 @@ def write_between_markers(page: Path, text: str) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
-def versions(peers_python: str) -> dict[str, str]:
+def versions(peers_python: str, workers: set[str]) -> dict[str, str]:
     from importlib.metadata import version
 
     import vllm
 
-    code = "import llama_cpp; print(llama_cpp.__version__)"
-    found = subprocess.run([peers_python, "-c", code], capture_output=True, text=True, check=False)
-    return {
-        "vllm": vllm.__version__,
-        "llama-cpp-python": found.stdout.strip() or "absent",
-        "transformers": version("transformers"),
-        "torch": version("torch"),
-    }
+    found = {"vllm": vllm.__version__}
+    if "llama_cpp" in workers:
+        code = ["-c", "import llama_cpp; print(llama_cpp.__version__)"]
+        done = subprocess.run([peers_python, *code], capture_output=True, text=True, check=False)
+        found["llama-cpp-python"] = done.stdout.strip() or "absent"
+    return found | {"transformers": version("transformers"), "torch": version("torch")}
 
 
 def machine() -> dict[str, Any]:

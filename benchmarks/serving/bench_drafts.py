@@ -1,15 +1,18 @@
-"""Time per token with speculative decoding by n-grams and without it, in one engine.
+"""Time per token with speculative decoding, by n-grams or as --config says, and without it, in one
+engine.
 
 usage: python benchmarks/serving/bench_drafts.py MODEL [--load-format dummy] [--batch 1,8]
            [--cases copy,half,none] [--config JSON] [--engine-args JSON] [--repeat 3] [--json FILE]
 
-MODEL: a folder, or with `--load-format dummy` a name whose config.json is built in. Cases, each of
-256 output tokens after a prompt of 512:
+MODEL: a folder, or with `--load-format dummy` a name whose config.json is built in; the folder of
+what drafts with draft_model or eagle3 needs a config.json alone then. Cases, each of 256 output
+tokens after a prompt of 512, for drafts of n-grams:
   copy  the output repeats one token: every draft is accepted, as where a text is copied
   half  it is one of two tokens at random, of which drafts guess a part
   none  tokens at random from the whole vocabulary: hardly a draft
   text  the prompt is --prompt, and the answer greedy; needs weights and a tokenizer
-Runs with and without drafts alternate; times are medians, in ms per output token of a request.
+Runs with and without drafts alternate; times are medians, in ms per output token of a request. What
+pays is learnt over all runs of a case and batch, as a server learns it; the first warms up.
 Which tokens come is the same with drafts and without: where it is not, as it may be on a GPU, whose
 rounding depends on the number of rows, the share of equal outputs says so.
 """
@@ -93,10 +96,11 @@ def compare(llm: LLM, case: str, batch: int, args: argparse.Namespace) -> dict[s
     assert config is not None
     seconds: dict[bool, list[float]] = {False: [], True: []}
     num_drafted = num_accepted = num_equal = 0
+    learnt = Speculation(config)
     for turn in range(args.repeat + 1):
         tokens = {}
         for is_on in (False, True):
-            core.speculation = Speculation(config) if is_on else None
+            core.speculation = learnt if is_on else None
             timed, tokens[is_on] = run(llm, case, batch, turn, args.prompt)
             if turn:  # the first warms up
                 seconds[is_on].append(timed)

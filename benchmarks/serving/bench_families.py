@@ -1,16 +1,18 @@
 """Whether `vllm serve` answers for published models of many families, and by which kernels.
 
 usage: python benchmarks/serving/bench_families.py [CONFIG ...] [--layers 4] [--engine-args "..."]
-           [--seconds 540] [--out benchmarks/results/h100]
+           [--jobs 1] [--seconds 540] [--out benchmarks/results/h100]
 
-CONFIG: a config.json, or a name that `vllm kernels explain` knows; default: the files of
-tests/select/configs and the built-in models that the engine serves. Each has its published sizes,
+CONFIG: a config.json, a name that `vllm kernels explain` knows, or one of family_sizes.json (sizes
+of a model of each other family, as published; written from memory of their pages and transformers'
+defaults); default: the files of tests/select/configs and all these names. Each has its sizes,
 random weights and its first layers: as many as it takes to have a layer of every kind, at least
 --layers. The server answers one request, then the same again beside 15 others at temperature 0;
 reported are the seconds until it is ready, whether both answers were equal, and the kernels of
 every layer from GET /kernels. A model that fails or does not fit is reported with its error and
-spares the others; none is begun after --seconds. Needs a GPU, or a CPU with memory for the
-embeddings.
+spares the others; none is begun after --seconds. With --jobs several are served at a time, which
+takes a --gpu-memory-utilization of each in --engine-args, and says nothing of how fast they start.
+Needs a GPU, or a CPU with memory for the embeddings.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,8 @@ START_SECONDS, ANSWER_SECONDS = 240, 120
 # Fields of a config whose entries are one for each layer.
 PER_LAYER = (
     "layer_types", "mlp_layer_types", "moe_layers_enum", "attn_type_list", "layers_block_type",
-    "hybrid_override_pattern", "no_rope_layers",
+    "hybrid_override_pattern", "no_rope_layers", "moe_topk", "moe_intermediate_size",
+    "num_shared_expert",
 )  # fmt: skip
 
 
@@ -47,6 +50,7 @@ def main() -> int:
     parser.add_argument("configs", nargs="*", metavar="CONFIG")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--engine-args", default="")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h100"))
     args = parser.parse_args()
@@ -54,34 +58,57 @@ def main() -> int:
 
     end = time.monotonic() + args.seconds
     found: dict[str, Any] = {}
-    for name, config in configs(args.configs):
+
+    def serve(config: Mapping[str, Any]) -> dict[str, Any]:
         if time.monotonic() > end:
-            found[name] = {"error": f"not begun: {args.seconds:g} s were over"}
-            continue
-        reduced = with_first_layers(config, args.layers)
+            return {"error": f"not begun: {args.seconds:g} s were over"}
         try:
-            found[name] = serve_once(reduced, args.engine_args)
+            return serve_once(with_first_layers(config, args.layers), args.engine_args)
         except Exception as error:
-            found[name] = {"error": str(error)}
-        print(name, json.dumps(found[name]), flush=True)
-        write_results(args.out, "families.json", engine_args=args.engine_args, models=found)
+            return {"error": str(error)}
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(serve, config): name for name, config in configs(args.configs)}
+        for future in as_completed(running):
+            name = running[future]
+            found[name] = future.result()
+            print(name, json.dumps(found[name]), flush=True)
+            options = {"engine_args": args.engine_args, "jobs": args.jobs}
+            write_results(args.out, "families.json", **options, models=found)
     failed = [name for name, one in found.items() if "error" in one]
     print(f"{len(found) - len(failed)} of {len(found)} models answered")
     return bool(failed)
 
 
 def configs(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    from vllm.architectures.registry import builtin_config, builtin_names, is_described, is_served
+    from vllm.architectures.registry import builtin_names, is_described, is_served
 
     if not names:
         names = [str(file) for file in sorted((ROOT / "tests/select/configs").glob("*.json"))]
-        names += builtin_names()
+        names += [*builtin_names(), *family_sizes()["models"]]
     for name in names:
-        config = builtin_config(name) or json.loads(Path(name).read_text())
+        config = config_of(name)
         if is_described(config) and is_served(config):
-            yield Path(name).stem if name.endswith(".json") else name, config
+            yield Path(name).name.removesuffix(".json"), config
         else:
             print(f"{name}: not served", flush=True)
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """name: as CONFIG above."""
+    from vllm.architectures.registry import builtin_config
+
+    sizes = family_sizes()
+    if one := sizes["models"].get(name):
+        return {**one["config"], "quantization_config": sizes["formats"][one["format"]]}
+    found: dict[str, Any] = builtin_config(name) or json.loads(Path(name).read_text())
+    return found
+
+
+def family_sizes() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]]
+    found = json.loads(Path(__file__).with_name("family_sizes.json").read_text())
+    return found
 
 
 def with_first_layers(config: Mapping[str, Any], least: int) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 usage: python benchmarks/serving/bench_gpu.py Qwen/Qwen3-8B-FP8 [--engine-args JSON] [--name NAME]
            [--contexts N ...] [--skip-profile] [--out benchmarks/results/h100]
 
-The model is a shape `vllm kernels explain` knows by name, with random weights. Reported:
+The model is a shape `vllm kernels explain` knows, one of family_sizes.json or a config.json,
+with random weights. Reported:
   ready_s     from the start of the process to a loaded engine
   output_tok_s  256 requests given at once, 100 to 1,024 tokens in and out, temperature 0.6
   weight_gb   weights that one token is multiplied with: read once, they bound tpot1_ms
@@ -16,10 +17,11 @@ The model is a shape `vllm kernels explain` knows by name, with random weights. 
               step, launching_ms until the host has launched it, device_ms from the beginning of the
               step to the end of its last kernel by the device's clock, after_ms from there to the
               return
-  steps       kernels of a step by GPU time, from torch's profiler (which slows the host down);
-              one that starts early counts from the end of the one before it on its stream.
-              waiting: when no kernel runs; before_us from the call of generate() to the first,
-              between_us in each step, after_us from the end of the last to the return
+  steps       kernels of the step of a prompt by GPU time, from torch's profiler (which slows the
+              host down); one that starts early counts from the end of the one before it on its
+              stream. waiting: when no kernel runs; before_us from the call of generate() to the
+              first, between_us in each step, after_us from the end of the last to the return.
+              Steps that decode: `vllm bench steps --roofline`
 Prompts are random token ids, so that no prefix cache helps. The result file is written anew with
 every number, for runs that are cut.
 """
@@ -40,9 +42,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 PROMPT, OUTPUT, PREFILL, NUM_REQUESTS, MAX_LEN = 32, 128, 3500, 256, 1024
 BATCHES = (1, 8, 64)
-# Of an element of a weight; two where it is not listed. NVFP4 has a byte of scale for 16.
-BYTES = {"fp8": 1, "nvfp4": 9 / 16, "int4": 1 / 2}
-PROFILED_TOKENS = 20
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def main() -> None:
     }
     bench = Bench(llm, SamplingParams)
     bench.seconds([(16, 32)] * 8)
-    name = f"engine_{args.name or Path(args.model).name}.json"
+    name = f"engine_{args.name or Path(args.model).name.removesuffix('.json')}.json"
     parts = [bench.numbers(), bench.contexts(args.contexts)]
     for found in chain(*parts, () if args.skip_profile else bench.steps()):
         print(json.dumps(found, indent=1 if "steps" in found else None), flush=True)
@@ -91,9 +90,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_config(model: str, folder: Path) -> None:
-    from vllm.architectures.registry import builtin_config
+    from bench_families import config_of
 
-    (folder / "config.json").write_text(json.dumps(builtin_config(model)))
+    (folder / "config.json").write_text(json.dumps(config_of(model)))
 
 
 class Bench:
@@ -168,10 +167,6 @@ class Bench:
     def steps(self) -> Iterator[dict[str, Any]]:
         from gpu_profile import profile_steps
 
-        loads = {f"decode {n}": ([(PROMPT, PROFILED_TOKENS + 1)] * n) for n in BATCHES}
-        for name, lengths in loads.items():
-            run = self.generation(lengths)
-            yield {"steps": {name: profile_steps(run, PROFILED_TOKENS)}}
         yield {"steps": {"prefill": profile_steps(self.generation([(PREFILL, 1)]), 1)}}
 
     def mixed_load(self) -> tuple[float, int]:
@@ -222,31 +217,27 @@ def median_of_3(measure: Callable[[], float]) -> float:
 
 def weights_read(llm: Any) -> tuple[int, int]:
     """(bytes, elements) of the weights that a token is multiplied with, the experts it uses among
-    them, scales aside but for those of NVFP4."""
-    num_bytes = num_weights = 0
+    them; bytes with scales."""
+    from vllm.kernels.step_bytes import DecodeStep, layer_bytes
+
+    num_bytes, num_weights, one = 0.0, 0, DecodeStep(batch=1, context=1)
     for _, decision in llm.llm_engine.core.selection.records:
         problem = decision.problem
+        num_bytes += layer_bytes(problem, one).weights
         if problem.family == "linear":
-            count = problem.n * problem.k
+            num_weights += problem.n * problem.k
         elif problem.family == "moe":
-            count = 3 * problem.top_k * problem.hidden * problem.intermediate
-        else:
-            continue
-        num_weights += count
-        num_bytes += int(count * BYTES.get(problem.weight.element, 2))
-    return num_bytes, num_weights
+            parts = problem.num_first_parts + 1
+            num_weights += parts * problem.top_k * problem.hidden * problem.intermediate
+    return round(num_bytes), num_weights
 
 
 def cache_bytes_per_token(llm: Any) -> int:
     """Of K and V in all layers, as one engine without ranks holds them."""
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.kernels.step_bytes import key_bytes
 
-    modules = llm.llm_engine.core.runner.model.modules()
-    return sum(
-        m.cache_spec.token_bytes(m.kernel.dtype.itemsize, ranks=1)
-        for m in modules
-        if isinstance(m, Attention)
-    )
+    problems = [decision.problem for _, decision in llm.llm_engine.core.selection.records]
+    return sum(key_bytes(problem) for problem in problems if problem.family == "attention")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class _Recorder:
 
     def execute_model(self, *arguments: Any) -> Any:
         if self._recording is None and (self._folder / _RECORD).exists():
-            from gpu_profile import recording
+            from vllm.worker.kernel_spans import recording
 
             self._recording = recording().__enter__()
         elif self._recording is not None and (self._folder / _SUMMARISE).exists():
@@ -105,7 +105,9 @@ class _Recorder:
         return self._execute_model(*arguments)
 
     def _summarise(self) -> None:
-        from gpu_profile import breakdown, spans_of
+        from gpu_profile import breakdown
+
+        from vllm.worker.kernel_spans import spans_of
 
         self._recording.__exit__(None, None, None)
         asked = json.loads((self._folder / _SUMMARISE).read_text())

@@ -2,7 +2,6 @@
 
 #include <initializer_list>
 #include <tuple>
-#include <utility>
 
 #include "../cpu/dispatch.h"
 #include "state_requests.h"
@@ -52,11 +51,8 @@ void check_delta_heads(const cpu::DeltaRuleArgs& args, const TensorView& query,
                  args.num_value_heads % args.num_key_heads == 0,
              "value: given " << args.num_value_heads << " heads; accepted: a multiple of the "
                              << args.num_key_heads << " heads of query");
-  for (const auto& [tensor, name] : {std::pair{query, "query"}, std::pair{value, "value"}}) {
-    VLLM_CHECK(
-        tensor.size(2) >= 1 && tensor.size(2) <= cpu::kMaxHeadDim,
-        name << ": given heads of " << tensor.size(2) << "; accepted: 1 to " << cpu::kMaxHeadDim);
-  }
+  check_head_size(query, "query");
+  check_head_size(value, "value");
 }
 
 // query, key [tokens, key heads, key_dim]; value, out [tokens, value heads, value_dim]; a, b

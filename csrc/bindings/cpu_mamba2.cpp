@@ -1,6 +1,5 @@
 #include <initializer_list>
 #include <tuple>
-#include <utility>
 
 #include "state_requests.h"
 
@@ -12,11 +11,8 @@ void check_groups(const cpu::Mamba2Args& args, const TensorView& x, const Tensor
                  args.num_heads % args.num_groups == 0,
              "x: given " << args.num_heads << " heads; accepted: a multiple of the "
                          << args.num_groups << " groups of b");
-  for (const auto& [tensor, name] : {std::pair{x, "x"}, std::pair{b, "b"}}) {
-    VLLM_CHECK(
-        tensor.size(2) >= 1 && tensor.size(2) <= cpu::kMaxHeadDim,
-        name << ": given heads of " << tensor.size(2) << "; accepted: 1 to " << cpu::kMaxHeadDim);
-  }
+  check_head_size(x, "x");
+  check_head_size(b, "b");
 }
 
 // x, out [tokens, heads, head_dim]; dt [tokens, heads]; b, c [tokens, groups, state_size];

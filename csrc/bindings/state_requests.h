@@ -5,6 +5,13 @@
 
 namespace vllm {
 
+// tensor: [tokens, heads, size of a head].
+inline void check_head_size(const TensorView& tensor, const char* name) {
+  VLLM_CHECK(
+      tensor.size(2) >= 1 && tensor.size(2) <= cpu::kMaxHeadDim,
+      name << ": given heads of " << tensor.size(2) << "; accepted: 1 to " << cpu::kMaxHeadDim);
+}
+
 // query_start_loc, seq_lens and state_slots, int32, with what they say checked.
 inline cpu::StateRequests requests_of(const TensorView& query_start_loc, const TensorView& seq_lens,
                                       const TensorView& state_slots, int64_t num_tokens,

@@ -41,6 +41,7 @@ ELSEWHERE: tuple[tuple[str, str | tuple[str, str]], ...] = (
     (r"python benchmarks/.*", "GPU"),
     (r"python -m vllm\.kernels\.jit\.flashinfer .*", "GPU"),
     # vllm
+    (r"vllm bench steps .*", ("tests/entrypoints/test_bench_steps.py", '"--no-run"')),
     (r"vllm kernels tune --from .*", ("tests/entrypoints/test_tune_from.py", '"--from"')),
     (r"vllm kernels tune .* --plan", ("tests/tune/test_tune_cli.py", '"--plan"')),
     (r"vllm kernels tune .*", "GPU"),

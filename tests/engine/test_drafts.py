@@ -96,6 +96,20 @@ def test_drafts_that_pay_no_longer_end_soon():
     assert run(trials, 300, tokens_on=1, seconds_on=1.5) < 0.15
 
 
+@pytest.mark.parametrize("seconds_on", [2.0, 5.0, 12.0])
+def test_a_trial_of_drafts_ends_when_it_has_lost_a_few_steps(seconds_on):
+    trials, lost, was_on = DraftTrials(), [], False
+    for _ in range(3000):
+        is_on = trials.is_on
+        if is_on and not was_on:
+            lost.append(0.0)
+        lost[-1] += (seconds_on - 1.1) * is_on
+        trials.record(is_on, 1.1 if is_on else 1, seconds_on if is_on else 1.0)
+        was_on = is_on
+    assert len(lost) >= 3, "the first is longer: nothing is known of steps without"
+    assert max(lost[1:]) < 4 * seconds_on + 2
+
+
 def test_one_slow_step_decides_nothing():
     trials = DraftTrials()
     trials.record(True, 2, 1000.0)
@@ -202,12 +216,18 @@ def test_defaults_and_what_one_length_of_n_grams_says_of_the_other():
 @pytest.mark.parametrize(
     ("given_", "said"),
     [
-        ({}, 'no method is given: it takes ngram, draft_model, mtp, as in {"method": "ngram"}'),
+        (
+            {},
+            'no method is given: it takes ngram, draft_model, mtp, eagle3, as in {"method": ',
+        ),
         ({"method": "ngrams"}, "method 'ngrams' is unknown; did you mean ngram?"),
         ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported here: it takes ngram"),
-        (NGRAM | {"model": "x"}, "key 'model' belongs to method draft_model, and the method is"),
+        (
+            NGRAM | {"model": "x"},
+            "key 'model' belongs to method draft_model or eagle3, and the method is",
+        ),
         ({"method": "draft_model"}, "model None: method draft_model takes the folder or hub name"),
-        ({"method": "eagle3", "model": "x"}, "method 'eagle3' is not supported here"),
+        ({"method": "eagle", "model": "x"}, "method 'eagle' is not supported here"),
         (NGRAM | {"num_speculative_token": 3}, "did you mean num_speculative_tokens?; it takes"),
         ({"num_spec": 3}, "unknown key 'num_spec'"),
         (NGRAM | {"num_speculative_tokens": 0}, "0 is out of range: it takes 1 to 32 or auto"),

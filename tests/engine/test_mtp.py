@@ -57,12 +57,16 @@ def assert_alike(name: str, found: list, wanted: list) -> None:
 
 
 class Drafted(Proposed):
-    def check(self, folder) -> None:
-        reference = Reference(folder)
-        found = [(known, draft, reference.drafts(known, len(draft))) for known, draft in self.found]
-        assert len(found) > 3
-        for known, draft, wanted in found:
-            assert draft == wanted, known
+    def check(self, reference) -> None:
+        """Against what `reference` drafts after the same tokens."""
+        assert len(self.found) > 3
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a few numbers at a time
+        try:
+            for known, draft in self.found:
+                assert draft == reference.drafts(known, len(draft)), known
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -106,7 +110,7 @@ def test_drafts_are_those_of_the_formula_and_tokens_those_without_them(with_mtp,
     assert ask(llm, prompts(), params) == plain
     counts = Counts(llm)
     assert counts.num_accepted > 0 and counts.num_rejected > 0
-    drafted.check(folder)
+    drafted.check(Reference(folder))
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
@@ -128,7 +132,7 @@ def test_a_prompt_in_chunks_leaves_the_layer_all_it_needs(with_mtp):
     llm = LLM(folder, **OPTIONS | {"max_num_batched_tokens": 12}, **MTP)
     drafted = Drafted(llm)
     ask(llm, prompts(2, 50), greedy(8))
-    drafted.check(folder)
+    drafted.check(Reference(folder))
 
 
 @pytest.mark.parametrize("is_switching", [False, True])
@@ -148,7 +152,7 @@ def test_steps_that_overlap_and_are_captured_take_drafts(with_mtp, monkeypatch, 
     assert ask(llm, given, params) == wanted
     # Without switching, the last token of a request alone has no draft.
     assert (sum(graphs.num_replays.values()) > 9) == is_switching
-    drafted.check(folder)
+    drafted.check(Reference(folder))
 
 
 @pytest.mark.slow
@@ -195,7 +199,7 @@ def test_weights_in_fp8_are_read_as_the_checkpoint_says(with_mtp, tmp_path):
     llm = LLM(folder, **OPTIONS, **MTP)
     drafted = Drafted(llm)
     ask(llm, prompts(), greedy(20))
-    drafted.check(write(source, tmp_path / "wide", wide))
+    drafted.check(Reference(write(source, tmp_path / "wide", wide)))
     formats = {layer: str(d.problem.weight) for layer, d in llm.llm_engine.core.selection.records
                if d.problem.family in ("linear", "moe")}  # fmt: skip
     block, prefix = "fp8-block[128x128]", "model.layers.3."
@@ -210,7 +214,7 @@ def test_weights_in_fp8_are_read_as_the_checkpoint_says(with_mtp, tmp_path):
         ("glm4_moe", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0"),
         ("glm4_moe", {"k": 0}, "num_speculative_tokens 0 is out of range: it takes 1 to 32"),
         ("glm4_moe", {"k": 100}, "num_speculative_tokens 100 is out of range"),
-        ("glm4_moe", {"model": "x"}, "key 'model' belongs to method draft_model, and the method"),
+        ("glm4_moe", {"model": "x"}, "key 'model' belongs to method draft_model or eagle3, and"),
     ],
 )
 def test_what_cannot_draft_is_refused(checkpoint, tmp_path, name, changes, said):

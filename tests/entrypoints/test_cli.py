@@ -30,7 +30,8 @@ def test_help_lists_every_command() -> None:
     assert run_cli("--version").stdout.strip() == vllm.__version__
 
 
-COMMANDS = [*SUBCOMMANDS, "bench serve", "bench latency", "bench throughput"]
+COMMANDS = [*SUBCOMMANDS, "bench serve", "bench latency", "bench throughput",
+            "bench steps"]  # fmt: skip
 _EXPLAIN_ALL = f"""
 import sys
 from vllm.entrypoints.cli.main import main

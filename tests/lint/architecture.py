@@ -25,6 +25,7 @@ NO_TORCH = (
     "vllm/kernels/report/",
     "vllm/kernels/select/",
     "vllm/kernels/selection.py",
+    "vllm/kernels/step_bytes.py",
     "vllm/logger.py",
     "vllm/machine.py",
     "vllm/outputs.py",

@@ -1,6 +1,7 @@
 """The demo model itself: the logits and tokens transformers gives for the same FP8 weights."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.demo import demo_model_path
+from vllm.utils.files import damage, published_folder
 
 PROMPTS = [
     "The capital of France is",
@@ -50,13 +52,15 @@ def llm(folder):
 @pytest.mark.slow
 def test_a_folder_of_another_version_is_made_again(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    other = tmp_path / "models" / folder.name
-    shutil.copytree(folder, other)
-    (other / "README.md").write_text("Other weights.")
-    (other / "model.safetensors").write_bytes(b"of that version")
+
+    def older(made: Path) -> None:
+        shutil.copytree(folder, made)
+        (made / "README.md").write_text("Other weights.")
+
+    other = published_folder(tmp_path / "models" / folder.name, older)
+    assert damage(other) is None
     assert demo_model_path() == other
-    for name in ("README.md", "model.safetensors"):
-        assert (other / name).read_bytes() == (folder / name).read_bytes()
+    assert (other / "README.md").read_text() == (folder / "README.md").read_text()
 
 
 def test_logits_match(llm, reference):

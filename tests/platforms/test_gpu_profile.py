@@ -9,10 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from vllm import LLM, SamplingParams
+from vllm.worker.kernel_spans import Span, own_nanoseconds, waiting
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "serving"))
 
-from gpu_profile import Span, breakdown, own_nanoseconds, profile_steps, waiting
+from gpu_profile import breakdown, profile_steps
 from rank_profile import profile_rank, recording_ranks
 
 

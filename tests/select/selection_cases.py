@@ -13,6 +13,7 @@ from vllm.formats.act_scheme import ActScheme
 from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.evidence.splits import Timings
+from vllm.kernels.problems import expert_act
 from vllm.kernels.select.decision import Decision
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import (
@@ -85,7 +86,8 @@ def linear(weight: str = "fp8-block", **changes: Any) -> LinearProblem:
 def moe(weight: str = "fp8-block", **changes: Any) -> MoEProblem:
     """The experts of Qwen3.5-35B-A3B."""
     weight_format = WeightFormat.parse(weight)
-    return replace(MoEProblem(256, 8, 2048, 512, weight_format, SCHEMES[weight]), **changes)
+    act = expert_act(weight_format, SCHEMES[weight])
+    return replace(MoEProblem(256, 8, 2048, 512, weight_format, act), **changes)
 
 
 def attention(cache: str = "bf16", **changes: Any) -> AttentionProblem:

@@ -12,9 +12,10 @@ from vllm.architectures.registry import builtin_config
 from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.evidence.tables import Chip, Entry, Table
 from vllm.kernels.select.decision import Candidate
+from vllm.kernels.step_bytes import weight_bytes
 from vllm.kernels.tuning import trials
 from vllm.kernels.tuning.jobs import Job, Measured, Turns
-from vllm.kernels.tuning.plan import plan, stale_notes, weight_bytes, without_done
+from vllm.kernels.tuning.plan import plan, stale_notes, without_done
 from vllm.kernels.tuning.routing import EVEN, SKEWED, draws
 from vllm.machine import Device
 
@@ -44,9 +45,10 @@ def test_experts_per_rank_are_planned_once_for_each_size():
 
 
 def test_bytes_of_a_weight_are_those_of_a_rank():
-    assert weight_bytes(linear()) == 4096 * 4096
-    assert weight_bytes(linear("bf16")) == 4 * weight_bytes(linear("nvfp4"))
-    assert weight_bytes(moe()) == 256 * 3 * 512 * 2048 == 4 * weight_bytes(moe(cut_experts=4))
+    assert weight_bytes(linear("bf16")) == 2 * 4096 * 4096
+    scales = 4 * (2 * 4 * 16 + 16 * 4)
+    assert weight_bytes(moe()) == 256 * (3 * 512 * 2048 + scales)
+    assert weight_bytes(moe()) == 4 * weight_bytes(moe(cut_experts=4))
 
 
 def test_what_has_most_bytes_in_all_its_layers_comes_first():

@@ -394,7 +394,9 @@ class Decoder:
     feed-forward adds to the residual. logits_scaling: what logits are divided by.
     final_logit_softcapping: logits become softcap * tanh(logit / softcap); 0 for none.
     layer_scalar: name in every layer of a number that multiplies what it gives; "" for none.
-    mtp: what drafts tokens, None where nothing does or it is not used.
+    mtp: what drafts tokens, None where nothing does or it is not used. aux_layers: those whose
+    inputs the model gives beside its hidden states, in their order; the number of layers for what
+    the last one gives.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -413,6 +415,7 @@ class Decoder:
     final_logit_softcapping: float = 0.0
     layer_scalar: str = ""
     mtp: MTPSpec | None = None
+    aux_layers: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:

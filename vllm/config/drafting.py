@@ -1,11 +1,12 @@
-"""What drafts tokens for a model: another model, or a layer of its own checkpoint."""
+"""What drafts tokens for a model: another model, a head, or a layer of its own checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.config.eagle3 import with_head
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig, check_parallel
-from vllm.config.speculative import DRAFT_MODEL, MTP, SpeculativeConfig, draft_error
+from vllm.config.speculative import EAGLE3, MTP, SpeculativeConfig, draft_error
 from vllm.errors import CheckpointError, ConfigError
 from vllm.machine import Device
 from vllm.utils.dataclasses import replace
@@ -14,8 +15,9 @@ from vllm.utils.dataclasses import replace
 def with_drafts(
     given: Mapping[str, Any] | None, model: ModelConfig, parallel: ParallelConfig, device: Device
 ) -> tuple[ModelConfig, SpeculativeConfig | None]:
-    """The model with the layer that drafts, where there is one, and how it drafts. given: as in
-    `--speculative-config`. ConfigError or CheckpointError for what cannot draft for it."""
+    """The model with the layer that drafts, where there is one, or with the hidden states that a
+    head reads, and how it drafts. given: as in `--speculative-config`. ConfigError or
+    CheckpointError for what cannot draft for it."""
     if given is None:
         return model, None
     config = SpeculativeConfig.of(given)
@@ -27,8 +29,14 @@ def with_drafts(
             return model.with_mtp(), config
         except ConfigError as error:
             raise draft_error(f"method mtp: {error}") from error
-    assert config.method == DRAFT_MODEL
-    draft = _draft_model(config.model, model, device)
+    draft: ModelConfig
+    try:
+        if config.method == EAGLE3:
+            model, draft = with_head(config.model, model)
+        else:
+            draft = _draft_model(config.model, model, device)
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"--speculative-config: model {config.model}: {error}") from error
     assert draft.decoder is not None
     try:
         check_parallel(draft_parallel(draft, parallel), draft.decoder)
@@ -58,26 +66,23 @@ def _check_parallel(method: str, parallel: ParallelConfig) -> None:
 
 
 def _draft_model(name: str, model: ModelConfig, device: Device) -> ModelConfig:
-    try:
-        draft = ModelConfig.load(
-            name,
-            dtype=model.dtype,
-            device=device,
-            load_format=model.load_format,
-            skip_tokenizer_init=True,
-            enforce_eager=model.enforce_eager,
-            seed=model.seed,
-        )
-    except (CheckpointError, ConfigError) as error:
-        raise type(error)(f"--speculative-config: model {name}: {error}") from error
+    draft = ModelConfig.load(
+        name,
+        dtype=model.dtype,
+        device=device,
+        load_format=model.load_format,
+        skip_tokenizer_init=True,
+        enforce_eager=model.enforce_eager,
+        seed=model.seed,
+    )
     if draft.vocab_size != model.vocab_size:
-        raise draft_error(
-            f"model {name} has a vocabulary of {draft.vocab_size} tokens and {model.model} one of "
+        raise ConfigError(
+            f"it has a vocabulary of {draft.vocab_size} tokens and {model.model} one of "
             f"{model.vocab_size}: take a model with the same"
         )
     if draft.has_recurrent_states:
-        raise draft_error(
-            f"model {name} has layers with recurrent states ({draft.model_type}), which cannot "
-            f"take draft tokens back: take a model whose layers are all attention"
+        raise ConfigError(
+            f"it has layers with recurrent states ({draft.model_type}), which cannot take draft "
+            f"tokens back: take a model whose layers are all attention"
         )
     return replace(draft, max_model_len=min(draft.max_model_len, model.max_model_len))

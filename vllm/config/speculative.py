@@ -7,13 +7,14 @@ from vllm.config.model import ModelConfig
 from vllm.errors import ConfigError, did_you_mean
 from vllm.utils.dataclasses import dataclass
 
-NGRAM, DRAFT_MODEL, MTP = SPECULATIVE_METHODS = "ngram", "draft_model", "mtp"
+SPECULATIVE_METHODS = "ngram", "draft_model", "mtp", "eagle3"
+NGRAM, DRAFT_MODEL, MTP, EAGLE3 = SPECULATIVE_METHODS
 # Names of mtp that upstream has for single families.
 _MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 # Draft tokens of a request and step, at most; and by method, where the user sets no number: those
 # of a model cost a pass of it each.
 MOST_DRAFT_TOKENS = 32
-AUTO_DRAFT_TOKENS = {NGRAM: 16, DRAFT_MODEL: 4, MTP: 4}
+AUTO_DRAFT_TOKENS = {NGRAM: 16, DRAFT_MODEL: 4, MTP: 4, EAGLE3: 4}
 # Draft tokens of all requests of a step: their logits take memory.
 STEP_DRAFT_TOKENS = 128
 # Of the names of a draft model's layers in reports.
@@ -26,9 +27,14 @@ _OWN_KEYS = {
     NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
     DRAFT_MODEL: ("model",),
     MTP: (),
+    EAGLE3: ("model",),
+}
+_MODELS = {
+    DRAFT_MODEL: "a smaller model with the same vocabulary",
+    EAGLE3: "an EAGLE-3 head that was made for this model",
 }
 # Methods of upstream's that are not served.
-_OTHER_METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "suffix")
+_OTHER_METHODS = ("eagle", "medusa", "mlp_speculator", "suffix")
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class SpeculativeConfig:
     """method: one of SPECULATIVE_METHODS. num_speculative_tokens: draft tokens of a request and
     step, at most. prompt_lookup_min, prompt_lookup_max: lengths of the n-grams that ngram looks up.
     disable_by_batch_size: with more requests than this, none drafts; None for no limit. model:
-    folder or hub name of what drafts with draft_model; draft_model_config: what its files say.
+    folder or hub name of what drafts with draft_model or eagle3; draft_model_config: what its files
+    say.
     """
 
     method: str = NGRAM
@@ -72,7 +79,7 @@ class SpeculativeConfig:
             disable_by_batch_size=(
                 None if limit is None else _number("disable_by_batch_size", limit, 1 << 20)
             ),
-            model=_model(given) if method == DRAFT_MODEL else "",
+            model=_model(given, method) if method in _MODELS else "",
         )
 
 
@@ -86,9 +93,9 @@ def _method(given: Mapping[str, Any]) -> str:
     if method not in SPECULATIVE_METHODS and (method is not None or wrong is None):
         raise draft_error(_wrong_method(method))
     if wrong in known:
-        owner = next(name for name, keys in _OWN_KEYS.items() if wrong in keys)
+        owners = " or ".join(name for name, keys in _OWN_KEYS.items() if wrong in keys)
         raise draft_error(
-            f"key {wrong!r} belongs to method {owner}, and the method is {method}, which takes "
+            f"key {wrong!r} belongs to method {owners}, and the method is {method}, which takes "
             f"{', '.join(names)}: leave it out"
         )
     if wrong is not None:
@@ -109,12 +116,11 @@ def _wrong_method(method: object) -> str:
     )
 
 
-def _model(given: Mapping[str, Any]) -> str:
+def _model(given: Mapping[str, Any], method: str) -> str:
     model = given.get("model")
     if not isinstance(model, str) or not model.strip():
         raise draft_error(
-            f"model {model!r}: method draft_model takes the folder or hub name of a smaller model "
-            f"with the same vocabulary"
+            f"model {model!r}: method {method} takes the folder or hub name of {_MODELS[method]}"
         )
     return model
 

@@ -13,6 +13,8 @@ _FIRST_DRAFT = 4
 # Decode steps with drafts before those without are timed, and steps of every later measurement.
 _FIRST_STEPS = 32
 _TRIAL_STEPS = 16
+# A later trial of drafts ends when it has lost the time of so many steps without, after as many.
+_LOST_STEPS = 4
 # Measurements of the faster way until the other one is tried again, at least, and as often as a
 # trial of drafts that did not pay lost no more than this share of the time. They are tried half as
 # often each time.
@@ -28,8 +30,9 @@ class DraftTrials:
 
     Both ways are timed in turn, and the slower one again from time to time, since what clients send
     changes: at once where drafts give less than steps without gave. The median of the times is
-    compared, so one slow step decides nothing. What a drafter takes for prompts, and for what it
-    missed while nothing was drafted, counts besides, spread over several measurements.
+    compared, so one slow step decides nothing. A trial whose drafts lose ends early. What a drafter
+    takes for prompts, and for what it missed while nothing was drafted, counts besides, spread over
+    several measurements.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,7 @@ class DraftTrials:
         self._seconds: list[float] = []
         self._num_tokens = 0
         self._rates: dict[bool, float] = {}
-        self._plain = 1e-9  # seconds of a measurement without drafts
+        self._plain = 1e-9  # seconds of a step without drafts
         self._owed = 0.0
 
     def owe(self, seconds: float) -> None:
@@ -54,7 +57,7 @@ class DraftTrials:
         self._seconds.append(seconds)
         self._num_tokens += num_tokens
         self._num_left -= 1
-        if self._num_left > 0:
+        if self._num_left > 0 and not self._has_lost():
             return
         timed, num_tokens = median(self._seconds) * len(self._seconds), self._num_tokens
         owed = self._owed
@@ -62,11 +65,19 @@ class DraftTrials:
             self._owed *= 1 - _CHARGED
             timed += owed * _CHARGED
         else:
-            self._plain = max(timed, 1e-9)
+            self._plain = max(timed / len(self._seconds), 1e-9)
         self._rates[self.is_on] = num_tokens / max(timed, 1e-9)
-        self._seconds, self._num_tokens, self._num_left = [], 0, _TRIAL_STEPS
         lost = timed + self._owed - num_tokens / max(self._rates.get(False, 0.0), 1e-9)
-        self._decide(math.ceil(lost / self._plain / _MOST_LOST))
+        self._seconds, self._num_tokens, self._num_left = [], 0, _TRIAL_STEPS
+        self._decide(math.ceil(lost / self._plain / _TRIAL_STEPS / _MOST_LOST))
+
+    def _has_lost(self) -> bool:
+        """Whether the trial of drafts under way has cost what it may."""
+        is_trial = self.is_on and False in self._rates and not self._num_held
+        if not is_trial or len(self._seconds) < _LOST_STEPS:
+            return False
+        timed = median(self._seconds) * len(self._seconds)
+        return timed - self._num_tokens / self._rates[False] > _LOST_STEPS * self._plain
 
     def _decide(self, least_held: int) -> None:
         """After a measurement: of what is held, or of a trial, which lost what as many measurements

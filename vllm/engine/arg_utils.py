@@ -294,7 +294,7 @@ class EngineArgs:
             # To keep recurrent states takes memory, and a step more for each prompt.
             cache["enable_prefix_caching"] = not model_config.has_recurrent_states
         if self.disable_hybrid_kv_cache_manager is None:
-            cache["disable_hybrid_kv_cache_manager"] = device.kind != "cpu"
+            cache["disable_hybrid_kv_cache_manager"] = False
         kernel = (self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ())
         model_config, speculative_config = with_drafts(
             self.speculative_config, model_config, parallel_config, device

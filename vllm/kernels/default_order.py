@@ -31,6 +31,7 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {
         "flashinfer-trtllm",
         "marlin-w4a8",
         "marlin",
+        "triton-rows",  # by request or measurement: no engine has run it
         "cpu",
         "torch",
     ),
@@ -55,6 +56,7 @@ DEVICE_ORDER: dict[tuple[str, str], tuple[str, ...]] = {
         "triton",
         "marlin-w4a8",
         "marlin",
+        "triton-rows",
         "cpu",
         "torch",
     ),

@@ -78,6 +78,15 @@ def linear_problem(
     )
 
 
+def expert_act(weight: WeightFormat, act: tuple[ActScheme, ...]) -> tuple[ActScheme, ...]:
+    """How experts may quantise activations where a layer may as `act` says: where a token may have
+    one scale, groups of its columns may have their own, which is no coarser."""
+    if weight.element != "fp8" or ActScheme.DYNAMIC_TOKEN not in act:
+        return act
+    place = act.index(ActScheme.DYNAMIC_TOKEN) + 1
+    return (*act[:place], ActScheme.DYNAMIC_GROUP128, *act[place:])
+
+
 def moe_problem(
     spec: ExpertsSpec,
     tp: int,
@@ -94,7 +103,7 @@ def moe_problem(
         hidden=spec.hidden,
         intermediate=intermediate,
         weight=weight,
-        act=act,
+        act=expert_act(weight, act),
         dtype=dtype,
         cut=tp if ep == 1 else 1,
         cut_experts=ep,

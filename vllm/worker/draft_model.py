@@ -1,4 +1,4 @@
-"""Drafts of a smaller model with the same vocabulary."""
+"""Models that draft: heads, and smaller models with the same vocabulary, whose drafts are here."""
 
 import time
 from collections.abc import Sequence
@@ -10,20 +10,21 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.config.drafting import draft_parallel
 from vllm.config.selection import Facts, selection_for
-from vllm.config.speculative import DRAFT_PREFIX
+from vllm.config.speculative import DRAFT_PREFIX, EAGLE3
 from vllm.core.request import Request
 from vllm.distributed.parallel import Parallel
 from vllm.kernels.selection import Selection
 from vllm.model_executor.context import ForwardBatch
-from vllm.model_executor.model_loader import load_model
+from vllm.model_executor.model_loader import load_head, load_model
 from vllm.model_executor.models.decoder import CausalLM
+from vllm.model_executor.models.eagle3 import Eagle3Head
 from vllm.worker.drafts import GreedyDrafter, Proposals, StepTokens
 from vllm.worker.input_batch import InputBatch
 
 
 def load_draft_model(
     config: VllmConfig, selection: Selection, parallel: Parallel
-) -> CausalLM | None:
+) -> CausalLM | Eagle3Head | None:
     """None where no model drafts. Its decisions are listed with those of `selection`."""
     drafts = config.speculative_config
     if drafts is None or drafts.draft_model_config is None:
@@ -38,7 +39,10 @@ def load_draft_model(
     facts = Facts(selection.device, selection.libs, selection.known, selection.variables)
     preferences = own.kernel_config.preferences(own.quant_config)
     chooses = selection_for(facts, preferences, own.model_config.model_type)
-    return load_model(own, chooses.beside(selection, DRAFT_PREFIX), parallel, is_draft=True)
+    beside = chooses.beside(selection, DRAFT_PREFIX)
+    if drafts.method == EAGLE3:
+        return load_head(own, beside, parallel)
+    return load_model(own, beside, parallel, is_draft=True)
 
 
 class ModelDrafter(GreedyDrafter):

@@ -22,7 +22,7 @@ from vllm.worker.step_inputs import StepInputs
 
 class StepTokens(NamedTuple):
     """What a step computed: int64 `counts` of tokens of each of `rows`, from positions `starts` on.
-    hidden [T, hidden size]: of all of them, after the model's last norm; None where it is not read.
+    hidden: of all of them, what the model gave (`CausalLM.forward`); None where it is not read.
     """
 
     rows: np.ndarray
@@ -114,7 +114,7 @@ class GreedyDrafter(Drafter, ABC):
 
     @abstractmethod
     def forward(self, filled: ForwardBatch, hidden: Tensor) -> Tensor:
-        """[S, hidden size] that compute_logits takes. hidden: what it gave for the tokens before,
+        """[S, hidden size] that `likeliest` takes. hidden: what it gave for the tokens before,
         or the model."""
 
     def chosen(self, request_ids: Sequence[str], most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -155,12 +155,13 @@ class GreedyDrafter(Drafter, ABC):
             for row, start, end in lacking:
                 table[row, start:end] = 0
 
-    def _likeliest(self, hidden: Tensor) -> Tensor:
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """Tokens [S] after those of hidden [S, hidden size]."""
         return self.model.compute_logits(hidden).argmax(-1)
 
     def draft(self, rows: np.ndarray, limits: np.ndarray, hidden: Tensor) -> dict[str, list[int]]:
         """Drafts of these rows, from hidden [rows, hidden size] of the tokens before."""
-        tokens = self._likeliest(hidden)
+        tokens = self.likeliest(hidden)
         found, first = [tokens], self._first(rows)
         for step in range(1, int(limits[0])):
             own = rows[: np.count_nonzero(limits > step)]
@@ -168,7 +169,7 @@ class GreedyDrafter(Drafter, ABC):
             filled = self.inputs.fill(self.rows, own, np.ones_like(own), first[:count] + step)
             filled.input_ids.copy_(tokens[:count])
             hidden = self.forward(filled, hidden[:count])
-            tokens = self._likeliest(hidden)
+            tokens = self.likeliest(hidden)
             found.append(tokens)
         drafts: list[list[int]] = [[] for _ in rows]
         on_host, place = torch.cat(found).tolist(), 0

@@ -91,10 +91,10 @@ class ModelRunner:
                 )  # fmt: skip
         self.config = config = fit_max_model_len(config, self.num_blocks, self.device.type)
         self.batch = make_batch(config, tables)
-        pages = self.batch.max_blocks, self.batch.block_size, self.device, len(tables)
+        pages = self.batch.max_blocks, self.batch.block_size
         self._inputs = StepInputs(
-            self._max_tokens, config.scheduler_config.max_num_seqs, *pages,
-            config.num_draft_states > 0,
+            self._max_tokens, config.scheduler_config.max_num_seqs, *pages, self.device,
+            num_groups=len(tables), keeps_draft_states=config.num_draft_states > 0,
         )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
@@ -118,7 +118,7 @@ class ModelRunner:
         """The model, and before it the one that drafts for it, if there is one."""
         draft = load_draft_model(config, selection, self._parallel)
         self.model = load_model(config, selection, self._parallel, self._begin_warm_up)
-        self._models = [self.model] if draft is None else [self.model, draft]
+        self._models = (self.model,) if draft is None else (self.model, draft)
         self._parallel.barrier("loaded")
 
     def _begin_warm_up(self, selection: Selection) -> None:
@@ -153,16 +153,15 @@ class ModelRunner:
         self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
         inputs = StepInputs(
             num_tokens, num_seqs, 1, config.cache_config.block_size, self.device,
-            config.num_draft_states > 0,
+            num_groups=len(config.cache_groups), keeps_draft_states=config.num_draft_states > 0,
         )  # fmt: skip
         longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
         calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
         torch.cuda.reset_peak_memory_stats()
         for count, max_seq_len in ((1, num_tokens), (most, longest)):
             for model in self._models:
-                hidden = model(inputs.padding(num_tokens, count, max_seq_len))
-                model.compute_logits(hidden[: config.max_num_logits])
-                del hidden
+                batch = inputs.padding(num_tokens, count, max_seq_len)
+                model.dry_run(batch, config.max_num_logits)
         torch.cuda.synchronize()
         peak_bytes = torch.cuda.max_memory_allocated() - before
         if self._prompt_shapes:  # graphs keep their activations allocated
@@ -302,7 +301,8 @@ class ModelRunner:
                     hidden = hidden[to_device(sampled.tokens, self.device)]
                 is_pooled = batch.wants_pooling[sampled.rows]
                 if is_pooled.any():
-                    pooled = pooled_vectors(batch, hidden[is_pooled], sampled.rows[is_pooled])
+                    last_hidden = self.model.last_hidden(hidden[is_pooled])
+                    pooled = pooled_vectors(batch, last_hidden, sampled.rows[is_pooled])
                     hidden, sampled = hidden[~is_pooled], sampled.only(~is_pooled)
                 if len(sampled.rows):
                     logits = self.model.compute_logits(hidden)

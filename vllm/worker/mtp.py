@@ -6,6 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from vllm.model_executor.context import ForwardBatch
+from vllm.model_executor.models.decoder import MTP
+from vllm.model_executor.models.eagle3 import Eagle3Head
 from vllm.worker.drafts import GreedyDrafter, Proposals, StepTokens
 from vllm.worker.input_buffers import to_device
 
@@ -22,9 +24,22 @@ class MTPDrafter(GreedyDrafter):
     reads_hidden = True
     ahead = 1
 
-    def forward(self, filled: ForwardBatch, hidden: Tensor) -> Tensor:
+    @property
+    def layer(self) -> MTP | Eagle3Head:
+        """What drafts."""
         assert self.model.mtp is not None
-        drafted: Tensor = self.model.mtp(self.model.model.embed(filled.input_ids), hidden, filled)
+        return self.model.mtp
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.model.embed(input_ids)
+
+    def given(self, hidden: Tensor | None) -> Tensor:
+        """What the layer reads of what the model gave."""
+        assert hidden is not None
+        return hidden
+
+    def forward(self, filled: ForwardBatch, hidden: Tensor) -> Tensor:
+        drafted: Tensor = self.layer(self.embed(filled.input_ids), hidden, filled)
         return drafted
 
     def propose(self, request_ids: Sequence[str], most: int, step: StepTokens) -> Proposals:
@@ -39,12 +54,12 @@ class MTPDrafter(GreedyDrafter):
         at[own.rows] = np.cumsum(own.counts) - 1
         with self.with_scratch(rows, limits):
             filled = self.inputs.fill(self.rows, own.rows, own.counts, own.starts)
-            assert own.hidden is not None
+            hidden = self.given(own.hidden)
             if not len(rows):
-                self._fill_cache(filled, own.hidden)
+                self._fill_cache(filled, hidden)
                 return Proposals({})
-            filled.read_rows = to_device(at[rows], own.hidden.device)
-            return Proposals(self.draft(rows, limits, self.forward(filled, own.hidden)))
+            filled.read_rows = to_device(at[rows], hidden.device)
+            return Proposals(self.draft(rows, limits, self.forward(filled, hidden)))
 
     def follow(self, step: StepTokens, rows: np.ndarray, tokens: Tensor) -> None:
         ends, width = step.starts + step.counts, self.rows.token_ids.shape[1]
@@ -60,12 +75,10 @@ class MTPDrafter(GreedyDrafter):
             tokens = tokens[to_device(np.flatnonzero(places >= 0), tokens.device)]
             places = places[places >= 0]
         filled.input_ids.index_copy_(0, to_device(places, tokens.device), tokens)
-        self._fill_cache(filled, own.hidden)
+        self._fill_cache(filled, self.given(own.hidden))
 
-    def _fill_cache(self, filled: ForwardBatch, hidden: Tensor | None) -> None:
-        assert self.model.mtp is not None
-        assert hidden is not None
-        self.model.mtp.fill_cache(self.model.model.embed(filled.input_ids), hidden, filled)
+    def _fill_cache(self, filled: ForwardBatch, hidden: Tensor) -> None:
+        self.layer.fill_cache(self.embed(filled.input_ids), hidden, filled)
 
 
 def _until(step: StepTokens, ends: np.ndarray) -> StepTokens:

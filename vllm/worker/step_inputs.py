@@ -39,6 +39,7 @@ class StepInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        *,
         num_groups: int = 1,
         keeps_draft_states: bool = False,
     ):

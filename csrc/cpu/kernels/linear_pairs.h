@@ -276,16 +276,11 @@ inline void multiply_paired_panel(const LinearArgs& args, const RowTiles& tiles,
 inline void paired_linear(const LinearArgs& args, int64_t num_panels) {
   const RowTiles tiles(args.m);
   const PairedRows paired(args, tiles);
-  const int64_t num_row_blocks = (tiles.num_tiles + kTilesPerBlock - 1) / kTilesPerBlock;
-  const bool is_parallel = args.m * args.n * args.k > kSerialWork;
-  share_items(tiles.num_tiles, args.m * args.k > kSerialElements,
-              [&](int64_t tile) { pair_tile(args, tiles, tile, paired); });
-  share_items(num_row_blocks * num_panels, is_parallel, [&](int64_t item) {
-    const int64_t block = item / num_panels;
-    const int64_t tile_begin = tiles.num_tiles * block / num_row_blocks;
-    const int64_t tile_end = tiles.num_tiles * (block + 1) / num_row_blocks;
-    multiply_paired_panel(args, tiles, paired, item % num_panels, tile_begin, tile_end);
-  });
+  share_tiles(
+      args, tiles, num_panels, [&](int64_t tile) { pair_tile(args, tiles, tile, paired); },
+      [&](int64_t panel, int64_t begin, int64_t end) {
+        multiply_paired_panel(args, tiles, paired, panel, begin, end);
+      });
 }
 
 }  // namespace

@@ -67,5 +67,19 @@ inline PanelScales panel_scales(const LinearArgs& args, int64_t panel, int count
   return {scales, zeros};
 }
 
+// Lays x out with pack(tile), then calls multiply(panel, first tile, end of tiles) for all of both.
+template <typename Pack, typename Multiply>
+void share_tiles(const LinearArgs& args, const RowTiles& tiles, int64_t num_panels,
+                 const Pack& pack, const Multiply& multiply) {
+  const int64_t num_row_blocks = (tiles.num_tiles + kTilesPerBlock - 1) / kTilesPerBlock;
+  share_items(tiles.num_tiles, args.m * args.k > kSerialElements, pack);
+  share_items(num_row_blocks * num_panels, args.m * args.n * args.k > kSerialWork,
+              [&](int64_t item) {
+                const int64_t block = item / num_panels;
+                multiply(item % num_panels, tiles.num_tiles * block / num_row_blocks,
+                         tiles.num_tiles * (block + 1) / num_row_blocks);
+              });
+}
+
 }  // namespace
 }  // namespace vllm::cpu::VLLM_CPU_ISA_NAMESPACE

@@ -1,10 +1,15 @@
 """Draft tokens on a GPU: the tokens are those without, and nothing compiles for them."""
 
+from pathlib import Path
+
 import pytest
+import torch
+from eagle3_checkpoints import make_head, sure_model
 from mtp_checkpoints import add_mtp
 from tiny_models import build_model
 
 from vllm import LLM, SamplingParams
+from vllm.core import speculation
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -21,6 +26,8 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 PROMPTS = [[3, 4, 5, 6] * 5, [7, 8] * 6, [9, 10, 11], [*range(12, 40)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.3, seed=5, max_tokens=60, ignore_eos=True)
+# Random models repeat themselves little.
+FEWEST_ACCEPTED = 4
 # How far below the best of other kernels' logits a greedy token of bfloat16 may be.
 NEAR = 0.2
 
@@ -49,7 +56,7 @@ def test_in_float32_tokens_are_those_without_drafts(folder, params):
     wanted = tokens_of(start(folder, dtype="float32"), params)
     llm = start(folder, dtype="float32", speculative_config=NGRAM)
     assert tokens_of(llm, params) == wanted
-    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
+    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > FEWEST_ACCEPTED
 
 
 @pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
@@ -60,7 +67,7 @@ def test_a_draft_model_drafts(folder, params):
     llm = start(folder, dtype="float32", speculative_config=drafts)
     assert tokens_of(llm, params) == wanted
     stats = llm.llm_engine.core.stats()
-    assert sum(stats.num_accepted_tokens.values()) > 20
+    assert sum(stats.num_accepted_tokens.values()) > FEWEST_ACCEPTED
     if params is GREEDY:  # it says what it drafts itself
         assert sum(stats.num_accepted_tokens.values()) > 0.9 * stats.num_draft_tokens
 
@@ -72,7 +79,46 @@ def test_the_layer_of_a_checkpoint_drafts(tmp_path):
     wanted = tokens_of(start(folder, dtype="float32"), GREEDY)
     llm = start(folder, dtype="float32", speculative_config={"method": "mtp"})
     assert tokens_of(llm, GREEDY) == wanted
-    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > 20
+    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > FEWEST_ACCEPTED
+
+
+@pytest.fixture
+def drafts_always(monkeypatch):
+    """Whatever it costs on a tiny model."""
+    monkeypatch.setattr(speculation, "_FIRST_STEPS", 1 << 30)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_an_eagle3_head_drafts(tmp_path, drafts_always, name, params):
+    folder, drafts = with_head(tmp_path, name, torch.float32)
+    wanted = tokens_of(start(folder, dtype="float32"), params)
+    llm = start(folder, dtype="float32", speculative_config=drafts)
+    assert tokens_of(llm, params) == wanted
+    assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > FEWEST_ACCEPTED
+
+
+def with_head(path: Path, name: str, dtype: torch.dtype) -> tuple[str, dict]:
+    """A model and how its EAGLE-3 head drafts: of qwen3 with a vocabulary of its own, of gpt_oss
+    without one and with the hidden states that the last layer gives."""
+    build_model(name, **SIZES).to(dtype).save_pretrained(path / "wide")
+    folder = sure_model(path / "wide", path / "model")
+    flags = {"num_drafts": 30}
+    if name == "gpt_oss":
+        flags = {"ids": (0, 2, 4), "num_drafts": None, "with_lm_head": False}
+    head = make_head(folder, path / "head", heads=(4, 4, 128), **flags)
+    return str(folder), {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_in_bfloat16_an_eagle3_head_drafts_beside_graphs(tmp_path, drafts_always, name):
+    folder, drafts = with_head(tmp_path, name, torch.bfloat16)
+    llm = start(folder, speculative_config=drafts)
+    found = tokens_of(llm, GREEDY)
+    stats = llm.llm_engine.core.stats()
+    assert not stats.compile_waits
+    assert sum(stats.num_accepted_tokens.values()) > FEWEST_ACCEPTED
+    assert_likely(start(folder), found)
 
 
 def test_in_bfloat16_tokens_are_likely_and_nothing_compiles(folder):
@@ -80,9 +126,13 @@ def test_in_bfloat16_tokens_are_likely_and_nothing_compiles(folder):
     found = tokens_of(llm, GREEDY)
     stats = llm.llm_engine.core.stats()
     assert not stats.compile_waits
-    assert sum(stats.num_accepted_tokens.values()) > 20
+    assert sum(stats.num_accepted_tokens.values()) > FEWEST_ACCEPTED
+    assert_likely(start(folder), found)
+
+
+def assert_likely(plain: LLM, found: list[list[int]]) -> None:
+    """What `plain` says of greedy tokens after PROMPTS."""
     scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    plain = start(folder)
     for prompt, tokens in zip(PROMPTS, found):
         assert len(tokens) == 60
         whole = {"prompt_token_ids": prompt + tokens}

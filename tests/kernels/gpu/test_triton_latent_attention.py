@@ -41,9 +41,10 @@ def test_prompts_and_decodes_are_those_of_the_reference(sizes, cache):
     assert 0 < error_of(problem_of(16, sizes, cache)) < 8e-3
 
 
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("heads", [1, 6, 20, 64, 128] if not IS_INTERPRETED else [1, 20, 70])
-def test_any_number_of_heads_shares_the_latents(heads):
-    assert 0 < error_of(problem_of(heads)) < 8e-3
+def test_any_number_of_heads_shares_the_latents(heads, cache):
+    assert 0 < error_of(problem_of(heads, cache=cache)) < 8e-3
 
 
 @pytest.mark.parametrize("block_size", [8, 64, 128])
@@ -62,7 +63,7 @@ def test_splits_change_a_result_by_rounding_alone(monkeypatch):
     """Of the same step with one part for each request, and with as many as there may be."""
     outs = []
     for splits in (1, 8):
-        monkeypatch.setattr(kernels, "plan_splits", lambda *_, n=splits: (n, 16))
+        monkeypatch.setattr(kernels, "splits_of", lambda *_, n=splits: (n, 16))
         case = LatentCase(problem_of(6), 16, torch.device(DEVICE))
         kernel = Bounded(kernels.paged_latent_attention, kernels.write_latents, case.problem)
         kernel.k_cache, kernel.k_scale = case.cache, case.k_scale

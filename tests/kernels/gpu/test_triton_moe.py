@@ -15,7 +15,7 @@ CASES = [case for case in generate(60, seed=1) if case.num_tokens <= 31]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_few_tokens_get_what_the_formats_say(case: Case):
-    act = case.problem.act[0]
+    act = case.problem.act[-2 if case.problem.weight.is_quantized else 0]
     if IS_INTERPRETED and case.problem.weight.is_quantized:
         pytest.skip("the interpreter does not get through quantising within a product (Triton 3.9)")
     check(case, Candidate("triton", act), DEVICE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.cli import bench_serve
+from vllm.entrypoints.cli import bench_serve, bench_steps
 from vllm.entrypoints.demo import demo_model_path
 
 _PERCENTILES = (10, 50, 90, 99)
@@ -31,6 +31,8 @@ def add_parser(subparsers: Any) -> None:
     throughput = kinds.add_parser("throughput", help="Rate of many requests given at once.")
     throughput.add_argument("--num-prompts", type=int, default=100)
     _add_common_flags(throughput, run_throughput)
+
+    bench_steps.add_flags(kinds.add_parser("steps", help="Time of decode steps, by kernel."))
 
 
 def _add_common_flags(parser: argparse.ArgumentParser, run: Any) -> None:

@@ -3,16 +3,18 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
+from vllm.config.eagle3 import head_of
 from vllm.config.hf_overrides import blaming
 from vllm.config.kernel import KernelConfig
 from vllm.config.model import with_hf_overrides
 from vllm.config.selection import Facts, selection_for
-from vllm.config.speculative import DRAFT_PREFIX, MTP, SpeculativeConfig
+from vllm.config.speculative import DRAFT_PREFIX, EAGLE3, MTP, SpeculativeConfig
 from vllm.errors import CheckpointError, ConfigError, did_you_mean
 from vllm.kernels.evidence.tables import missing_note
 from vllm.kernels.report import diff, json_report, question, text_report, upstream, upstream_report
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from vllm.formats.readers.base import QuantizationConfig
     from vllm.formats.readers.unread import UnreadConfig
     from vllm.kernels.report.model_files import ModelFiles
+    from vllm.utils.safetensors_files import TensorShape
+
+    SlotName = Callable[[str], str | None]
 
 _OF_MODEL = ["quantization", "hf_overrides"]
 _DRAFTS = "speculative_config"
@@ -131,13 +136,15 @@ def run_explain(args: argparse.Namespace) -> int:
 
 class Asked(NamedTuple):
     """(layer, problem) pairs, the model_type that rules are asked with, the quantisation config.
-    facts: of a model. refusal: what makes the engine refuse it whatever kernels there are."""
+    facts: of a model. refusal: what makes the engine refuse it whatever kernels there are. layers:
+    of a model."""
 
     problems: list[tuple[str, Problem]]
     model_type: str
     quant_config: Any = None
     facts: ModelFacts | None = None
     refusal: str = ""
+    layers: "Layers | None" = None
 
 
 def _select(args: argparse.Namespace) -> tuple[Selection, Asked]:
@@ -174,7 +181,39 @@ def _draft_model(args: argparse.Namespace, device: Device) -> Asked | None:
     if drafts is None or not drafts.model:
         return None
     own = argparse.Namespace(**vars(args) | dict.fromkeys([*_OF_MODEL, _DRAFTS]))
-    return asked_model(drafts.model, own, device)
+    if drafts.method != EAGLE3:
+        return asked_model(drafts.model, own, device)
+    with blaming(args.hf_overrides or {}):
+        files, layers, slot_name, dtype = _head(drafts.model, args, device)
+    return _asked(files, layers, files.local_tensors(), dtype, own, slot_name)
+
+
+def _head(
+    name: str, args: argparse.Namespace, device: Device
+) -> "tuple[ModelFiles, Layers, SlotName, str]":
+    """Of an EAGLE-3 head that drafts for MODEL, and the dtype of both."""
+    from vllm.architectures import eagle3
+    from vllm.architectures.explained import Layers
+    from vllm.architectures.registry import describe, is_described, is_served, text_config
+    from vllm.kernels.report.model_files import find_model
+
+    model, files = find_model(args.model), find_model(name)
+    if overrides := args.hf_overrides or {}:
+        model.config = with_hf_overrides(model.config, overrides, args.model)
+    if not (is_described(model.config) and is_served(model.config)):
+        raise ConfigError(
+            f"--speculative-config: method {EAGLE3} reads hidden states of a model that this "
+            f"engine serves, and {args.model} is not served"
+        )
+    try:
+        config, decoder, _ = head_of(
+            files.config, describe(model.config), files.tensors(), f"{name}/config.json"
+        )
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"--speculative-config: model {name}: {error}") from error
+    dtype = question.dtype_of(args.dtype, text_config(model.config), device)
+    layers = Layers(config.to_dict(), tuple(decoder.items()))
+    return files, layers, eagle3.ARCHITECTURE.slot_name, dtype
 
 
 def _set_variable(text: str) -> None:
@@ -223,11 +262,8 @@ def _asked_model(
 ) -> Asked:
     from vllm.architectures.decoder import ExpertsSpec
     from vllm.architectures.explained import layers_of
-    from vllm.architectures.registry import describe
-    from vllm.formats.stored_scales import with_stored_scales
-    from vllm.kernels.problems import layer_problems
-    from vllm.kernels.report.model_files import find_model, taken_apart, without_unread
-    from vllm.utils.safetensors_files import float_weight_dtype
+    from vllm.architectures.registry import describe, known
+    from vllm.kernels.report.model_files import find_model
 
     files = find_model(model)
     if overrides:
@@ -240,6 +276,30 @@ def _asked_model(
     if args.ep > 1 and not any(isinstance(item, ExpertsSpec) for _, item in layers.items):
         raise ConfigError(f"--ep {args.ep}: this model has no experts; leave it out")
     dtype = question.dtype_of(args.dtype, layers.text, device)
+    slot_name = None
+    if layers.is_served:
+        num_layers, whole = (
+            layers.text.get("num_hidden_layers"),
+            known()[files.config["model_type"]],
+        )
+        slot_name = partial(whole.slot_name, num_layers=num_layers, drafts=_drafts_itself(args))
+    return _asked(files, layers, stored, dtype, args, slot_name)
+
+
+def _asked(
+    files: "ModelFiles",
+    layers: "Layers",
+    stored: "dict[str, TensorShape]",
+    dtype: str,
+    args: argparse.Namespace,
+    slot_name: "SlotName | None",
+) -> Asked:
+    """stored: tensors that are on this machine. slot_name: as of a served architecture."""
+    from vllm.formats.stored_scales import with_stored_scales
+    from vllm.kernels.problems import layer_problems
+    from vllm.kernels.report.model_files import taken_apart, without_unread
+    from vllm.utils.safetensors_files import float_weight_dtype
+
     quant_config, unread, refusal = *_quantization(files, getattr(args, "quantization", None)), ""
     quant_config = with_stored_scales(quant_config, files.local_folder)
     notes = [*layers.notes, *files.notes]
@@ -259,12 +319,12 @@ def _asked_model(
         layers=layers,
         stored_dtype=float_weight_dtype(stored.items()) or dtype if stored else None,
     )
-    if quant_config and (text := _misfit(layers, files.config, quant_config, args)):
+    if quant_config and (text := _misfit(layers, slot_name, quant_config, args)):
         refusal = refusal or text
         layers = replace(layers, is_served=False)
         notes.append(f"the engine refuses this checkpoint: {text}")
     facts = ModelFacts(layers.is_served, tuple(notes))
-    return Asked(problems, layers.text["model_type"], quant_config, facts, refusal)
+    return Asked(problems, layers.text["model_type"], quant_config, facts, refusal, layers)
 
 
 def _drafts_itself(args: argparse.Namespace) -> bool:
@@ -274,19 +334,15 @@ def _drafts_itself(args: argparse.Namespace) -> bool:
 
 
 def _misfit(
-    layers: "Layers", config: "dict[str, Any]", quant_config: Any, args: argparse.Namespace
+    layers: "Layers", slot_name: "SlotName | None", quant_config: Any, args: argparse.Namespace
 ) -> str:
     """Why the engine refuses to load layers so; "" where it does not."""
-    from vllm.architectures.registry import known
     from vllm.kernels.problems import first_misfit, named_wrongly
 
-    if layers.is_served:
-        num_layers = layers.text.get("num_hidden_layers")
-        whole, drafts = known()[config["model_type"]], _drafts_itself(args)
-        slot_name = partial(whole.slot_name, num_layers=num_layers, drafts=drafts)
-        if text := named_wrongly(layers.items, quant_config, slot_name):
-            return text
-    return first_misfit(layers.items, quant_config, args.tp, args.ep)
+    text = ""
+    if layers.is_served and slot_name is not None:
+        text = named_wrongly(layers.items, quant_config, slot_name)
+    return text or first_misfit(layers.items, quant_config, args.tp, args.ep)
 
 
 def _quantization(

@@ -5,6 +5,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from vllm.architectures.kv_cache import MLA
+from vllm.formats.act_scheme import ActScheme
 from vllm.kernels.backends import shared
 from vllm.kernels.select.decision import Candidate
 from vllm.kernels.select.problem import (
@@ -87,6 +88,11 @@ SPECS = (
     _Block(family="linear", pads=True, check=columns_per_scale),
     _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=columns_per_scale),
     _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
+    _Moe(
+        backend="triton-rows",
+        devices=_FP8_CHIPS,
+        **shared.FP8_ROWS | {"act": frozenset({ActScheme.DYNAMIC_GROUP128})},
+    ),
     _Moe(formats=shared.HALF),
     _Attention(formats=shared.HALF),
     _Attention(formats=_FP8, devices=_FP8_CHIPS),
@@ -98,7 +104,10 @@ SPECS = (
 )
 
 # Formats that `moe` has code for.
-MAKES = {"moe": shared.HALF | {"fp8-block"}}
+MAKES = {
+    "triton/moe": shared.HALF | {"fp8-block"},
+    "triton-rows/moe": shared.FP8_ROWS["formats"],
+}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable
 
 from vllm.kernels.select.problem import AttentionProblem
+from vllm.kernels.step_bytes import key_bytes
 from vllm.utils.dataclasses import dataclass, replace
 
 _NAME = r"[a-z]+ (?:(\d+)(?:\+|$))?(?:(\d+)x(\d+))?"  # prompt, decodes, context
-_ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Step:
 
     def bytes_of_cache(self, problem: AttentionProblem) -> int:
         """Of the keys and values of one layer."""
-        row = problem.num_kv_heads * problem.head_dim * _ITEM_SIZES[problem.format]
-        return 2 * self.num_keys * row
+        return self.num_keys * key_bytes(problem)
 
 
 # By kind of device, in order of importance: where time is limited, MAIN_STEPS are measured before

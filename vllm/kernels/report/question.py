@@ -45,6 +45,14 @@ GPUS = {
     for gpu, numbers in gpus.items()
 }
 
+# Published memory bandwidth in GB/s of GPUs that measurements do not tell apart by it.
+_BANDWIDTHS = {
+    "v100": 900, "t4": 320, "a100": 2039, "a800": 2039, "a30": 933, "a10": 600, "a40": 696,
+    "a6000": 768, "l40": 864, "h800": 3352, "h20": 4000, "b200": 8000, "gb200": 8000,
+    "b300": 8000, "gb300": 8000, "thor": 273, "5090": 1792, "5080": 960, "5070": 672,
+    "5060": 448, "pro6000": 1792, "gb10": 273, "spark": 273,
+}  # fmt: skip
+
 _SERIES = tuple(f"{number}0" for number in range(1, 10))
 _NO_NAME = (
     r"nvidia|geforce|tesla|quadro|rtx|jetson|agx|dgx|ti|super|blackwell|workstation|server|edition"
@@ -158,6 +166,20 @@ def chip_of(text: str, device: Device) -> Chip:
     that it names, or of the first of that architecture."""
     named = GPUS.get(_plain_name(text))
     return named or next((c for c in GPUS.values() if c.device == device), Chip(device))
+
+
+def published_bandwidth(text: str, device: Device) -> tuple[str, int]:
+    """(GPU, GB/s) of the GPU that `text` names, or of the first one with that architecture.
+    ConfigError where none is published, as for CPUs."""
+    names = [_plain_name(text), *map(_plain_name, gpu_names(CHIPS.get(device.arch, "")))]
+    for name in names:
+        chip = GPUS.get(name)
+        rate = _BANDWIDTHS.get(name) or (chip.memory_gb_per_s if chip is not None else 0)
+        if rate:
+            return name, rate
+    raise ConfigError(
+        f"--device {text!r}: no memory bandwidth is published for it; give --bandwidth GB/S"
+    )
 
 
 def _every_lib(device: Device) -> dict[str, Lib]:

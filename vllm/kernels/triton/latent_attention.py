@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.kernels.triton.attention import (
     FP8,
     LOG2_E,
+    LONG_SPLIT,
     PARTIAL_BYTES,
     plan_splits,
     read_chip,
@@ -50,7 +51,7 @@ TILES = {
     32: (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(32, 16, 8, 1)),
     64: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)),
 }
-_MARGIN = 8192  # of shared memory, for what the compiler needs besides
+_MARGIN = 2048  # of shared memory, for what the compiler needs besides
 
 
 def tile_of(num_rows: int, head_dim: int, cache_bytes: int, shared_memory: int) -> Tile:
@@ -63,6 +64,13 @@ def tile_of(num_rows: int, head_dim: int, cache_bytes: int, shared_memory: int) 
         if rows == 16:
             return TILES[16][-1]
         rows //= 2
+
+
+def splits_of(programs: int, max_seq_len: int, num_sms: int, most: int) -> tuple[int, int]:
+    """As `plan_splits`, but no more than all SMs begin at once: what is left over waits for a place
+    of its size, as long as all before it took."""
+    at_once = max(2 * num_sms // programs, cdiv(max_seq_len, LONG_SPLIT), 1)
+    return plan_splits(programs, max_seq_len, num_sms, min(most, at_once))
 
 
 def paged_latent_attention(
@@ -163,7 +171,7 @@ def _decode(call: _Call, max_seq_len: int) -> None:
     num_heads, latent = out.shape[1:]
     tile = call.tile(num_heads)
     head_tiles, constants = call.constants(tile)
-    num_splits, min_split = plan_splits(
+    num_splits, min_split = splits_of(
         num_requests * head_tiles,
         max_seq_len,
         read_chip(query.device).num_sms,

@@ -1,10 +1,14 @@
-"""Fused mixture of experts in Triton, for GPUs: FP8 with block scales, bfloat16, float16.
+"""Fused mixture of experts in Triton, for GPUs: FP8 with scales per block, row or weight, bfloat16,
+float16.
 
 Up to four launches: sort the pairs of token and expert, gate-up with its activation, down, and
 the weighted sum for each token, which a norm that comes next makes itself. FP8 experts ask for
 tokens that are quantised already, each once, and read them where they lie. Those that come as
 floats take one more launch, or if they are few are quantised where they are multiplied: their bytes
 are nothing beside the weights', and every launch is time in which no weight is read.
+
+Activations have a scale for 128 columns also where a format lets a token have one for all: no
+coarser, and what gate-up gives is quantised before a whole row of it is known.
 """
 
 from dataclasses import replace
@@ -92,8 +96,9 @@ HALF_PLANS: dict[int, Plans] = {
 class Experts:
     """The experts of a layer, stored as loaded.
 
-    steps: columns of gate-up and of down that are multiplied at a time, at least 32: of FP8 weights
-    all in one scale block and in one group of activations.
+    blocks: rows and columns of gate (as of up) and of down that share a scale. steps: columns of
+    both that are multiplied at a time, at least 32: of FP8 weights all in one scale block and in
+    one group of activations.
     """
 
     def __init__(self, problem: MoEProblem, tensors: MoETensors):
@@ -109,15 +114,20 @@ class Experts:
         # Without scales any pointer will do in their place.
         self.gate_up_scales = tensors.gate_up_scales if self.is_fp8 else tensors.gate_up
         self.down_scales = tensors.down_scales if self.is_fp8 else tensors.down
-        self.block = tensors.format.block if self.is_fp8 else (1, GROUP)
         self.device = tensors.down.device
         self.has_peers = not problem.comes_quantised  # from whom tokens come as floats
         table = FP8_PLANS if self.is_fp8 else HALF_PLANS
         self.plans = table.get(capability_major(self.device), table[0])
-        self.steps = (64, 64)
+        self.blocks: tuple[tuple[int, int], ...] = ((1, GROUP), (1, GROUP))
+        self.steps = 64, 64
         if self.is_fp8:
-            columns = self.block[1]
-            self.steps = gcd(columns, GROUP), gcd(columns, GROUP, tensors.column_offset)
+            stored, offset = tensors.format, tensors.column_offset
+            sizes = (self.inner, self.hidden), (self.hidden, self.inner)
+            self.blocks = tuple(
+                (stored.rows_per_scale(n), stored.columns_per_scale(k)) for n, k in sizes
+            )
+            # 0 where a row has one scale: gcd(0, GROUP) is GROUP.
+            self.steps = gcd(stored.block[1], GROUP), gcd(stored.block[1], GROUP, offset)
 
     def input_quant(self, num_tokens: int) -> InputQuant | None:
         """For few tokens too: whoever quantises them does it once, gate-up for each tile."""
@@ -178,7 +188,7 @@ class Experts:
             self.tensors.down_bias, out, ids, rows.blocks, num_blocks, self.num_experts,
             HIDDEN=self.hidden, INNER=self.inner,
             X=self._form(plan).value, OFFSET=self.tensors.column_offset,
-            **self._constants(plan, tile, self.steps[1]),
+            **self._constants(plan, tile, 1),
         )  # fmt: skip
         return out, rows.positions
 
@@ -203,7 +213,7 @@ class Experts:
             out, out_scales, ids, rows.blocks, rows.order, num_blocks, self.num_experts,
             HIDDEN=self.hidden, INNER=self.inner, TOP_K=ids.shape[1], X=form.value,
             LIMIT=self.limit, NUM_PARTS=self.num_parts, QUANTISES=quantises,
-            OFFSET=self.tensors.row_offset, **self._constants(plan, tile, self.steps[0]),
+            OFFSET=self.tensors.row_offset, **self._constants(plan, tile, 0),
         )  # fmt: skip
         return out, out_scales
 
@@ -213,14 +223,16 @@ class Experts:
             return PLAIN
         return QUANTISED if plan.quantises_first else TO_QUANTISE
 
-    def _constants(self, plan: Plan, tile: Tile, step: int) -> dict[str, int]:
+    def _constants(self, plan: Plan, tile: Tile, product: int) -> dict[str, int]:
+        """product: 0 for gate-up, 1 for down."""
+        rows, columns = self.blocks[product]
         return {
-            "GROUP_N": self.block[0],
-            "GROUP_K": self.block[1],
+            "GROUP_N": rows,
+            "GROUP_K": columns,
             "IS_SORTED": plan.sorts,
             "BLOCK_M": plan.block_m,
             "BLOCK_N": tile.block_n,
-            "BLOCK_K": step,
+            "BLOCK_K": self.steps[product],
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
             **launch_dependent(self.device),

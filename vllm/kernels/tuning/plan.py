@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from vllm.kernels import registry
 from vllm.kernels.evidence.steps import MAIN_STEPS, TYPICAL, fitting
@@ -21,10 +20,10 @@ from vllm.kernels.select.problem import (
     LinearProblem,
     Measurable,
     MoEProblem,
-    WeightProblem,
 )
 from vllm.kernels.select.select import select
 from vllm.kernels.select.spec import KernelSpec
+from vllm.kernels.step_bytes import weight_bytes
 from vllm.kernels.tuning.jobs import Job
 from vllm.machine import Device, Libs
 
@@ -33,7 +32,6 @@ GATE_TOKENS = (1, 2, 31, 32, 33, 128)
 MAIN_TOKENS = (1, 16, 64, 512, 4096)
 # For the keys and values of a step of attention, where nobody says how much memory there is.
 CACHE_BYTES = 1 << 30
-_ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -95,20 +93,6 @@ def bytes_read(problem: Measurable) -> int:
     if isinstance(problem, AttentionProblem):
         return TYPICAL.bytes_of_cache(problem)
     return weight_bytes(problem)
-
-
-def weight_bytes(problem: WeightProblem) -> int:
-    """Of the codes that a rank stores, without scales."""
-    weight = problem.weight
-    if isinstance(problem, LinearProblem):
-        shapes = [weight.shapes((problem.n,), problem.k)]
-        count = 1
-    else:
-        inner, hidden = problem.intermediate, problem.hidden
-        shapes = [weight.shapes((inner, inner), hidden), weight.shapes((hidden,), inner)]
-        count = problem.num_experts // problem.cut_experts
-    (code,) = (tensor for tensor in weight.description.tensors if tensor.one_per == "code")
-    return count * _ITEM_SIZES.get(code.dtype, 1) * sum(prod(shape[code.name]) for shape in shapes)
 
 
 def _jobs_of(

@@ -11,8 +11,9 @@ from vllm.kernels.report.layer_groups import by_decision
 from vllm.kernels.report.report import Report
 from vllm.kernels.report.text_report import expectation_of
 from vllm.kernels.select.problem import Measurable, MoEProblem, WeightProblem
+from vllm.kernels.step_bytes import weight_bytes
 from vllm.kernels.tuning.jobs import Job
-from vllm.kernels.tuning.plan import MAIN_TOKENS, weight_bytes
+from vllm.kernels.tuning.plan import MAIN_TOKENS
 
 """Problems whose steps are counted by their number of tokens."""
 # Where nothing is known of a time: 1 TB/s, and from so many tokens on products take longer than

@@ -26,8 +26,9 @@ from vllm.kernels.evidence.tables import (
     write_table,
 )
 from vllm.kernels.select.problem import AttentionProblem, LinearProblem
+from vllm.kernels.step_bytes import weight_bytes
 from vllm.kernels.tuning.jobs import Job, Measured, Turns
-from vllm.kernels.tuning.plan import in_turns, weight_bytes
+from vllm.kernels.tuning.plan import in_turns
 from vllm.kernels.tuning.progress import Progress
 from vllm.kernels.tuning.workers import MACHINE, JobError, Reports, StoppedError, Worker
 from vllm.machine import Device

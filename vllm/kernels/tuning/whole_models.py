@@ -21,7 +21,7 @@ from vllm.kernels.select.decision import Decision, Evidence
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import WeightProblem
 from vllm.kernels.selection import Selection
-from vllm.kernels.tuning.plan import weight_bytes
+from vllm.kernels.step_bytes import weight_bytes
 
 MODELS = ("Qwen3-8B-FP8", "Qwen3-30B-A3B-FP8", "Qwen3.5-35B-A3B-FP8", "Qwen3-235B-A22B-FP8")
 RANKS = (1, 2, 4, 8)

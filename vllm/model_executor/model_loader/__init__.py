@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm.config import VllmConfig
@@ -21,12 +22,14 @@ from vllm.model_executor.layers.attention import log_cache_scales
 from vllm.model_executor.layers.quantization.methods import QuantizationMethods
 from vllm.model_executor.model_loader.checkpoint import Checkpoint
 from vllm.model_executor.models.decoder import CausalLM
+from vllm.model_executor.models.eagle3 import Eagle3Head
 from vllm.model_executor.weights import Slot, kernel_layers, layers_on_other_ranks, model_slots
 from vllm.utils.torch_utils import DTYPES, SHORT_NAMES
 
 logger = get_logger(__name__)
 
 _MAX_LISTED = 4
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def load_model(
@@ -44,13 +47,32 @@ def load_model(
     shape and type is checked against the files' headers before a weight is read.
     Raises CheckpointError; NoKernelError when a layer has no kernel.
     """
+    return _load(CausalLM, config, selection, parallel, on_chosen, is_draft)
+
+
+def load_head(config: VllmConfig, selection: Selection, parallel: Parallel) -> Eagle3Head:
+    """The same of a head, which drafts."""
+    return _load(Eagle3Head, config, selection, parallel, is_draft=True)
+
+
+def _load(
+    make: Callable[[ModelContext], Model],
+    config: VllmConfig,
+    selection: Selection,
+    parallel: Parallel | None,
+    on_chosen: Callable[[Selection], None] | None = None,
+    is_draft: bool = False,
+) -> Model:
     start = time.perf_counter()
     parallel = parallel or Parallel()
     model_config = config.model_config
     is_dummy, place = model_config.load_format == "dummy", "draft " if is_draft else ""
     checkpoint = None if is_dummy else Checkpoint(model_config.path)
     with torch.device(selection.device.kind):
-        model = build_model(config, selection, checkpoint, parallel, is_draft)
+        context = model_context(config, selection, checkpoint, parallel)
+        model = _construct(make, model_config.model, context)
+        if not is_draft:
+            _check_overrides(context)
         _check_same_kernels(f"{place}chosen", selection, parallel)
         if on_chosen is not None:
             on_chosen(selection)
@@ -83,20 +105,18 @@ def build_model(
     selection: Selection,
     checkpoint: Checkpoint | None = None,
     parallel: Parallel | None = None,
-    is_draft: bool = False,
 ) -> CausalLM:
     """The layers of this rank without their weights. Each has asked `selection` for its kernel, and
     no kernel is made yet: on the `meta` device the chip of `selection` may be any."""
     context = model_context(config, selection, checkpoint, parallel)
-    model = _construct(config.model_config.model, context)
-    if not is_draft:
-        _check_overrides(context)
+    model = _construct(CausalLM, config.model_config.model, context)
+    _check_overrides(context)
     return model
 
 
-def _construct(name: str, context: ModelContext) -> CausalLM:
+def _construct(make: Callable[[ModelContext], Model], name: str, context: ModelContext) -> Model:
     try:
-        return CausalLM(context)
+        return make(context)
     except RuntimeError as error:
         if "allocate" not in str(error):
             raise

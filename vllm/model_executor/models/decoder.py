@@ -101,11 +101,20 @@ class DecoderLayer(nn.Module):
         # A reader with layers besides that take floats has these kept beside what is quantised.
         if self.mixer is not None:
             mixed = self.mixer(self.mixer_norms.read(x, residual, self.mixer.reader), batch)
-            if rows is not None:
-                mixed, residual = mixed[rows], residual[rows]
-            x = self.mixer_norms.written(self.mixer.writer(mixed))
-        elif rows is not None:
+            return self.after_mixer(mixed, residual, rows)
+        if rows is not None:
             x, residual = total(x)[rows], residual[rows]
+        return self._after(x, residual)
+
+    def after_mixer(
+        self, mixed: Tensor, residual: Tensor, rows: Tensor | None = None
+    ) -> tuple[Addend, Tensor]:
+        """`forward`, from what the mixer gives."""
+        if rows is not None:
+            mixed, residual = mixed[rows], residual[rows]
+        return self._after(self.mixer_norms.written(self.mixer.writer(mixed)), residual)
+
+    def _after(self, x: Addend, residual: Tensor) -> tuple[Addend, Tensor]:
         if self.mlp is not None:
             read = self.mlp_norms.read(x, residual, self.mlp.reader)
             x = self.mlp(read, residual) if self.mlp.reads_residual else self.mlp(read)
@@ -147,26 +156,42 @@ class DecoderModel(nn.Module):
         name = "model.norm"
         norm = NORMS[decoder.norm]
         self.norm = norm(ctx, name, decoder.hidden_size) if is_last else PPMissingLayer(name)
+        self.aux_layers = decoder.aux_layers
 
     def embed(self, input_ids: Tensor) -> Tensor:
         x: Tensor = self.embed_tokens(input_ids)
         return x if self.embedding_multiplier == 1 else x.mul_(self.embedding_multiplier)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states of `batch.read_rows` after the last norm; of an earlier stage, what it sent
-        on."""
+        """Hidden states of `batch.read_rows` after the last norm, and beside them those of
+        `aux_layers`, [S, (1 + n) * hidden size]; of an earlier stage, what it sent on."""
         is_first = self.pipeline.is_first
         x = self.embed(batch.input_ids) if is_first else self.link.receive(batch)
         residual = torch.zeros_like(x)
         *others, last = self.own_layers
+        aux: list[Tensor] = []
         for index in others:
+            x = self._keep(index, x, residual, aux)
             x, residual = self.layers[index](x, residual, batch)
+        x = self._keep(last, x, residual, aux)
         # Later layers mix all tokens; after the very last of them nobody does.
         rows = batch.read_rows if self.pipeline.is_last else None
         x, residual = self.layers[last](x, residual, batch, rows)
         if not self.pipeline.is_last:
             return self.link.send(x, residual)
-        return self.norm.add(x, residual)
+        x = self._keep(last + 1, x, residual, aux)
+        hidden: Tensor = self.norm.add(x, residual)
+        if not aux:
+            return hidden
+        assert rows is None
+        return torch.cat([hidden, *aux], dim=-1)
+
+    def _keep(self, index: int, x: Addend, residual: Tensor, aux: list[Tensor]) -> Addend:
+        """x, which is added up where somebody reads what layer `index` does."""
+        if index in self.aux_layers:
+            x = total(x)
+            aux.append(x + residual)
+        return x
 
 
 class MTP(nn.Module):
@@ -203,6 +228,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, ctx: ModelContext):
         super().__init__()
+        self.hidden_size = ctx.decoder.hidden_size
         self.model = DecoderModel(ctx)
         if ctx.parallel.pipeline.is_last:
             self.lm_head = LMHead(ctx, ctx.decoder.lm_head, self.model.embed_tokens)
@@ -213,8 +239,21 @@ class CausalLM(nn.Module):
             self.mtp = MTP(ctx, ctx.decoder.mtp, self.model.rotaries)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [S, hidden size], or wider ones (`DecoderModel.forward`)."""
         return self.model(batch)
 
+    def last_hidden(self, hidden: Tensor) -> Tensor:
+        """After the last norm, [S, hidden size], of what `forward` gives."""
+        return hidden[:, : self.hidden_size].contiguous() if self.model.aux_layers else hidden
+
+    def aux_hidden(self, hidden: Tensor) -> Tensor:
+        """Those of `aux_layers` side by side, [S, n * hidden size], of what `forward` gives."""
+        return hidden[:, self.hidden_size :].contiguous()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden size] -> [S, vocab], in the model's type."""
-        return self.lm_head(hidden)
+        """What `forward` gives, or [S, hidden size] -> [S, vocab], in the model's type."""
+        return self.lm_head(self.last_hidden(hidden))
+
+    def dry_run(self, batch: ForwardBatch, num_logits: int) -> None:
+        """All that a step computes, for the memory that it takes."""
+        self.compute_logits(self(batch)[:num_logits])
