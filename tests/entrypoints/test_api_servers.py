@@ -297,6 +297,23 @@ def test_sigterm_lets_requests_of_both_finish(tiny_model: Path, tmp_path: Path) 
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
 
 
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait(tiny_model: Path, tmp_path: Path) -> None:
+    with started_server(tiny_model, tmp_path / "log", *FLAGS) as server:
+        both = list(connections_of_both(server).values())
+        for connection in both:
+            server.send_completion(connection, stream=True, n=16, temperature=1.0)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: server.get("/health").status == 503)
+        server.process.send_signal(signal.SIGINT)
+        for connection in both:
+            text = _rest(connection)
+            assert b"the server is shutting down" in text and b"[DONE]" in text
+        assert server.process.wait(15) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
 def test_all_tell_of_an_engine_that_dies_and_of_the_next_one(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -39,7 +38,7 @@ class _Link:
         self.wire = _connected(context, state.addresses[rank], name)
 
     def send(self, message: process.ToEngine) -> None:
-        with suppress(zmq.ZMQError):  # closed: the next engine gets what is unsent
+        if not self.wire.closed:  # else the next engine gets what is unsent
             self.wire.send(process.encode(message))
 
 
@@ -93,6 +92,8 @@ class ApiClient(EngineClient):
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """What the starting process answers; raises the VllmError that it raised."""
+        if self._control.closed:
+            raise EngineDeadError(self.dead_reason)
         self._num_asked += 1
         number = self._num_asked
         waiting = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -103,7 +104,8 @@ class ApiClient(EngineClient):
             del self._asked[number]
 
     def tell(self, message: FromClient) -> None:
-        self._control.send(self._encoder.encode(message))
+        if not self._control.closed:
+            self._control.send(self._encoder.encode(message))
 
     async def call_engines(self, method: str, *arguments: Any) -> list[Any]:
         return [await self.ask(method, *arguments)]

@@ -64,7 +64,7 @@ class EngineProcess:
             args=(args, inbox, outbox, self.client_address, dp_rank, self.page),
             name="vllm-engine",
         )
-        with _interrupts_ignored():
+        with interrupts_ignored():
             self.process.start()
 
     @property
@@ -164,7 +164,7 @@ def _started(args: EngineArgs, dp_ranks: list[process.DPRank]) -> list[EnginePro
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def interrupts_ignored() -> Iterator[None]:
     """SIGINT is ignored by a process started within: Ctrl-C reaches all processes of a terminal,
     and this process stops the others."""
     before = signal.getsignal(signal.SIGINT)  # None: not set by Python

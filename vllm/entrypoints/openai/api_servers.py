@@ -32,6 +32,7 @@ from vllm.engine.api_messages import (
     ToClient,
 )
 from vllm.engine.async_llm import AsyncLLM
+from vllm.engine.engine_process import interrupts_ignored
 from vllm.engine.metrics_sum import Family, families_of, rendered, summed
 from vllm.engine.process import Call, Failed
 from vllm.engine.supervision import TICK_SECONDS, RestartBudget, Watch, Watched
@@ -168,7 +169,8 @@ class ApiServers:
                   place, self._created, page),
             name="vllm-api",
         )  # fmt: skip
-        process.start()
+        with interrupts_ignored():
+            process.start()
         watch = Watch([Watched(f"API process {place}", page, 0)])
         api = _ApiProcess(name, place, process, watch)
         self._processes.append(api)
