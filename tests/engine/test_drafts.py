@@ -99,7 +99,7 @@ def test_drafts_that_pay_no_longer_end_soon():
 @pytest.mark.parametrize("seconds_on", [2.0, 5.0, 12.0])
 def test_a_trial_of_drafts_ends_when_it_has_lost_a_few_steps(seconds_on):
     trials, lost, was_on = DraftTrials(), [], False
-    for _ in range(3000):
+    for _ in range(40_000):
         is_on = trials.is_on
         if is_on and not was_on:
             lost.append(0.0)
@@ -108,6 +108,15 @@ def test_a_trial_of_drafts_ends_when_it_has_lost_a_few_steps(seconds_on):
         was_on = is_on
     assert len(lost) >= 3, "the first is longer: nothing is known of steps without"
     assert max(lost[1:]) < 4 * seconds_on + 2
+
+
+def test_drafts_last_over_the_beginning_of_an_answer_where_nothing_repeats_itself():
+    trials, num_on = DraftTrials(), 0
+    for step in range(5000):
+        num_tokens, seconds = (1, 1.45) if step % 200 < 15 else (2, 1.5)
+        num_on += trials.is_on
+        trials.record(*((True, num_tokens, seconds) if trials.is_on else (False, 1, 1.0)))
+    assert num_on > 4000
 
 
 def test_one_slow_step_decides_nothing():

@@ -216,7 +216,7 @@ def test_families_give_what_they_give_without_drafts(checkpoint, name):
 def test_steps_that_overlap_and_are_captured_take_drafts(checkpoint, monkeypatch, is_switching):
     """As on a GPU; with drafts all the time, or on and off every few steps."""
     if is_switching:
-        for name in ("_FIRST_STEPS", "_TRIAL_STEPS", "_HELD"):
+        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
             monkeypatch.setattr(speculation, name, 3)
     else:
         monkeypatch.setattr(speculation, "_FIRST_STEPS", 1000)

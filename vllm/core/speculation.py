@@ -10,40 +10,39 @@ from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
 
 # Draft tokens of a request's first draft.
 _FIRST_DRAFT = 4
-# Decode steps with drafts before those without are timed, and steps of every later measurement.
-_FIRST_STEPS = 32
-_TRIAL_STEPS = 16
-# A later trial of drafts ends when it has lost the time of so many steps without, after as many.
+# Decode steps with drafts before those without are timed, and steps of a measurement of these.
+_FIRST_STEPS, _PLAIN_STEPS = 32, 16
+# Drafts end when they have lost the time of so many steps without, after as many at least.
 _LOST_STEPS = 4
-# Measurements of the faster way until the other one is tried again, at least, and as often as a
-# trial of drafts that did not pay lost no more than this share of the time. They are tried half as
-# often each time.
+# Measurements until drafts are tried again, at least, and as many as make what they lost no more
+# than this share of the time. After a trial that lost there are twice as many each time.
 _HELD, _MOST_HELD = 16, 64
 _MOST_LOST = 0.02
 _LONGEST_HELD = 4096
-# Of what a drafter took to catch up, what each measurement is charged with.
-_CHARGED = 1 / 8
+# Steps over which it is spread what a drafter took to catch up.
+_CHARGED = 128
 
 
 class DraftTrials:
     """Whether steps with drafts give more tokens a second than steps without, at one load.
 
-    Both ways are timed in turn, and the slower one again from time to time, since what clients send
-    changes: at once where drafts give less than steps without gave. The median of the times is
-    compared, so one slow step decides nothing. A trial whose drafts lose ends early. What a drafter
-    takes for prompts, and for what it missed while nothing was drafted, counts besides, spread over
-    several measurements.
+    An account says what drafts have gained over steps without, which are timed again from time to
+    time. While it is not overdrawn there are drafts; credit is limited, since what clients send
+    changes. A step is taken to last as long as the median of those around it, so one that is slow
+    decides nothing. What a drafter takes for prompts, and for what it missed while nothing was
+    drafted, is charged step by step.
     """
 
     def __init__(self) -> None:
         self.is_on = True
-        self._num_left = _FIRST_STEPS
-        self._num_held = 0  # measurements of what was faster, until a trial
+        self._num_left = _FIRST_STEPS  # steps until the other way's turn
         self._patience = _HELD
-        self._seconds: list[float] = []
-        self._num_tokens = 0
-        self._rates: dict[bool, float] = {}
+        self._rate = 0.0  # tokens a second without drafts; 0 while that is not known
         self._plain = 1e-9  # seconds of a step without drafts
+        self._seconds: list[float] = []  # of the steps of a measurement, or of the last ones
+        self._num_tokens = 0
+        self._account = self._gained = 0.0  # seconds; gained: since drafts began, without a limit
+        self._first_tokens = 0  # of steps before those without drafts were timed
         self._owed = 0.0
 
     def owe(self, seconds: float) -> None:
@@ -57,48 +56,52 @@ class DraftTrials:
         self._seconds.append(seconds)
         self._num_tokens += num_tokens
         self._num_left -= 1
-        if self._num_left > 0 and not self._has_lost():
-            return
-        timed, num_tokens = median(self._seconds) * len(self._seconds), self._num_tokens
-        owed = self._owed
-        if self.is_on:
-            self._owed *= 1 - _CHARGED
-            timed += owed * _CHARGED
-        else:
-            self._plain = max(timed / len(self._seconds), 1e-9)
-        self._rates[self.is_on] = num_tokens / max(timed, 1e-9)
-        lost = timed + self._owed - num_tokens / max(self._rates.get(False, 0.0), 1e-9)
-        self._seconds, self._num_tokens, self._num_left = [], 0, _TRIAL_STEPS
-        self._decide(math.ceil(lost / self._plain / _TRIAL_STEPS / _MOST_LOST))
+        if not self.is_on:
+            self._time_plain()
+        elif self._rate:
+            self._keep_account(num_tokens)
+        if self._num_left <= 0 and self.is_on:
+            self._without_drafts(_PLAIN_STEPS)
+        elif self._num_left <= 0:
+            self.is_on, self._num_left = True, _HELD * _PLAIN_STEPS
+            self._seconds, self._account, self._gained = [], 0.0, 0.0
 
-    def _has_lost(self) -> bool:
-        """Whether the trial of drafts under way has cost what it may."""
-        is_trial = self.is_on and False in self._rates and not self._num_held
-        if not is_trial or len(self._seconds) < _LOST_STEPS:
-            return False
-        timed = median(self._seconds) * len(self._seconds)
-        return timed - self._num_tokens / self._rates[False] > _LOST_STEPS * self._plain
+    def _keep_account(self, num_tokens: int) -> None:
+        del self._seconds[:-_LOST_STEPS]
+        charged = self._owed / _CHARGED
+        self._owed -= charged
+        gained = num_tokens / self._rate - median(self._seconds) - charged
+        self._gained += gained
+        most = _LOST_STEPS * self._plain
+        self._account = min(self._account + gained, most)
+        if len(self._seconds) == _LOST_STEPS and self._account < -most:
+            self._end_drafts()
 
-    def _decide(self, least_held: int) -> None:
-        """After a measurement: of what is held, or of a trial, which lost what as many measurements
-        may lose."""
-        if len(self._rates) < 2:
-            self.is_on = False
+    def _end_drafts(self) -> None:
+        lost = self._owed - self._gained
+        self._patience = min(2 * self._patience, _MOST_HELD) if lost > 0 else _HELD
+        least = math.ceil(lost / self._plain / _PLAIN_STEPS / _MOST_LOST)
+        self._owed = 0.0  # it is paid for
+        self._without_drafts(_PLAIN_STEPS * max(self._patience, min(least, _LONGEST_HELD)))
+
+    def _without_drafts(self, num_steps: int) -> None:
+        if not self._rate:  # what the first drafts gained is known when the other way was timed
+            self._gained = -median(self._seconds) * len(self._seconds)
+            self._first_tokens = self._num_tokens
+        self.is_on, self._num_left = False, num_steps
+        self._seconds, self._num_tokens = [], 0
+
+    def _time_plain(self) -> None:
+        if len(self._seconds) < _PLAIN_STEPS:
             return
-        pays = self._rates[True] >= self._rates[False]
-        if self._num_held:
-            self._num_held -= 1
-            if not self._num_held or (self.is_on and not pays):
-                self.is_on, self._num_held = not self.is_on, 0
-            return
-        if pays:
-            self._patience = _HELD
-        elif self.is_on:
-            self._patience = min(2 * self._patience, _MOST_HELD)
-        was_on, self.is_on, self._num_held = self.is_on, pays, self._patience
-        if was_on and not pays:
-            self._num_held = max(self._num_held, min(least_held, _LONGEST_HELD))
-            self._owed = 0.0  # it is paid for
+        is_first = not self._rate
+        self._plain = max(median(self._seconds), 1e-9)
+        self._rate = self._num_tokens / self._plain / _PLAIN_STEPS
+        self._seconds, self._num_tokens = [], 0
+        if is_first:
+            self._gained += self._first_tokens / self._rate
+            if self._gained < self._owed / _CHARGED * _FIRST_STEPS:
+                self._end_drafts()
 
 
 class Speculation:

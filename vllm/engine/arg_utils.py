@@ -154,9 +154,8 @@ class EngineArgs:
         CacheConfig.num_state_snapshots, "Recurrent states kept for equal prompt prefixes, with "
         "--enable-prefix-caching.",
     )  # fmt: skip
-    disable_hybrid_kv_cache_manager: bool | None = _arg(
-        None, "Layers with a window keep K and V of all tokens too. Default: on GPUs, where the "
-        "other way was not run on hardware.",
+    disable_hybrid_kv_cache_manager: bool = _arg(
+        False, "Layers with a window keep K and V of all tokens too.",
         action=argparse.BooleanOptionalAction,
     )  # fmt: skip
     enforce_eager: bool = _arg(False, "Run without CUDA graphs. No effect on the CPU.")
@@ -293,8 +292,6 @@ class EngineArgs:
         if self.enable_prefix_caching is None:
             # To keep recurrent states takes memory, and a step more for each prompt.
             cache["enable_prefix_caching"] = not model_config.has_recurrent_states
-        if self.disable_hybrid_kv_cache_manager is None:
-            cache["disable_hybrid_kv_cache_manager"] = False
         kernel = (self.kernel,) if isinstance(self.kernel, str) else tuple(self.kernel or ())
         model_config, speculative_config = with_drafts(
             self.speculative_config, model_config, parallel_config, device
