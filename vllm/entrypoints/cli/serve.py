@@ -1,6 +1,7 @@
 """`vllm serve`: an OpenAI-compatible server."""
 
 import argparse
+import asyncio
 import socket
 import sys
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs, json_object, whole_number
 from vllm.entrypoints.cli.greeting import greeting
 from vllm.entrypoints.demo import demo_model_path
-from vllm.entrypoints.openai.http_setup import runner
 from vllm.entrypoints.openai.launch import (
     bind,
     bind_path,
@@ -230,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
             print(text, flush=True)
 
     try:
-        with runner() as loop:
+        with asyncio.Runner() as loop:
             loop.run(serve(engine_args, listener, settings, on_ready))
     except EngineDeadError as error:
         print(f"vllm: error: {error}", file=sys.stderr)

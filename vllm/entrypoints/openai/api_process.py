@@ -3,6 +3,7 @@
 Imports nothing heavy at load: its parent imports it to start it.
 """
 
+import asyncio
 import itertools
 import multiprocessing
 import socket
@@ -16,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.engine.api_client import ApiClient
 from vllm.engine.api_messages import ServerState, Serving
 from vllm.engine.process import Call, Failed
-from vllm.entrypoints.openai.http_setup import prepare_process, runner, tracer_of
+from vllm.entrypoints.openai.http_setup import prepare_process, tracer_of
 from vllm.entrypoints.openai.settings import ServerSettings
 from vllm.entrypoints.openai.stop import Stop
 from vllm.errors import EngineDeadError, VllmError
@@ -48,7 +49,7 @@ def run_api_process(
     envs.set_for_children("NOTIFY_SOCKET", None)  # the parent speaks with systemd
     prepare_process()
     shared = _SharedListener(listener.family, listener.type, listener.proto, listener.detach())
-    with runner() as loop:
+    with asyncio.Runner() as loop:
         sys.exit(loop.run(_serve(config, settings, shared, control, name, place, created)))
 
 

@@ -1,6 +1,5 @@
 """What every process that answers HTTP needs."""
 
-import asyncio
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,15 +22,6 @@ def prepare_process() -> None:
 
     hide_torch()
     sys.setswitchinterval(_SWITCH_S)
-
-
-def runner() -> asyncio.Runner:
-    """With uvloop's event loop where it is installed: half the CPU time of a streamed token."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.Runner()
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 def tracer_of(engine: "EngineClient", settings: ServerSettings) -> "RequestTracer | None":

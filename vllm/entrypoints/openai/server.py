@@ -154,7 +154,6 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
-    has_uvloop = not isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
     log = logging.getLogger("uvicorn")
     log.handlers = logging.getLogger("vllm").handlers
     log.propagate = False
@@ -166,8 +165,8 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
         log_config=None,
         log_level=settings.uvicorn_log_level,
         # asyncio takes it for what one turn of the loop accepts: of several processes, the idle
-        # ones are to do it. uvloop accepts one.
-        backlog=1 if settings.api_server_count > 1 and not has_uvloop else BACKLOG,
+        # ones are to do it.
+        backlog=1 if settings.api_server_count > 1 else BACKLOG,
         access_log=False,
         server_header=False,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
