@@ -20,6 +20,7 @@ from vllm.formats.weight_format import WeightFormat
 from vllm.kernels import registry
 from vllm.kernels.default_order import DEFAULT_ORDER
 from vllm.kernels.numerics import WrongResultError
+from vllm.kernels.problems import expert_act
 from vllm.kernels.select.policy import Policy
 from vllm.kernels.select.problem import (
     AttentionProblem,
@@ -126,6 +127,7 @@ class Kernel:
 
     def _products(self, of_format: dict[str, Any]) -> Iterator[list[Problem]]:
         if self.spec.family == "moe":
+            of_format |= {"act": expert_act(of_format["weight"], of_format["act"])}
             yield [MoEProblem(**size, **of_format) for size in (CUT_EXPERTS, WHOLE_EXPERTS)]
             return
         of_format["m_range"] = 1, self._num_tokens()[-1]

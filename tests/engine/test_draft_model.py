@@ -136,7 +136,7 @@ def test_blocks_that_the_draft_model_did_not_compute_are_no_hit_for_it(
 
 
 def test_drafts_begin_again_after_steps_without(checkpoint, similar, monkeypatch):
-    for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
+    for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD", "_MOST_HELD"):
         monkeypatch.setattr(speculation, name, 3)
     llm = LLM(checkpoint("llama"), **OPTIONS, **drafted_by(similar))
     proposed = Proposed(llm)
@@ -205,7 +205,7 @@ def test_steps_that_overlap_and_are_captured_take_drafts(
     checkpoint, similar, monkeypatch, is_switching
 ):
     if is_switching:
-        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
+        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD", "_MOST_HELD"):
             monkeypatch.setattr(speculation, name, 3)
     given = prompts(9)
     free = {"allowed_token_ids": None, "temperature": 0.3}

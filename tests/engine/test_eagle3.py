@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks_leaves_the_head_all_it_needs(with_head):
 def test_steps_that_overlap_and_are_captured_take_drafts(with_head, monkeypatch, is_switching):
     """Steps without drafts still leave the head what it needs for later ones."""
     if is_switching:
-        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
+        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD", "_MOST_HELD"):
             monkeypatch.setattr(speculation, name, 3)
     model, head = with_head("llama", is_sure=False)
     given = prompts(9)

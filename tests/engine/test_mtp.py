@@ -139,7 +139,7 @@ def test_a_prompt_in_chunks_leaves_the_layer_all_it_needs(with_mtp):
 def test_steps_that_overlap_and_are_captured_take_drafts(with_mtp, monkeypatch, is_switching):
     """Steps without drafts still leave the layer what it needs for later ones."""
     if is_switching:
-        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
+        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD", "_MOST_HELD"):
             monkeypatch.setattr(speculation, name, 3)
     folder = with_mtp("glm4_moe")
     given = prompts(9)

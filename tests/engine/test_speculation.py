@@ -216,7 +216,7 @@ def test_families_give_what_they_give_without_drafts(checkpoint, name):
 def test_steps_that_overlap_and_are_captured_take_drafts(checkpoint, monkeypatch, is_switching):
     """As on a GPU; with drafts all the time, or on and off every few steps."""
     if is_switching:
-        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
+        for name in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD", "_MOST_HELD"):
             monkeypatch.setattr(speculation, name, 3)
     else:
         monkeypatch.setattr(speculation, "_FIRST_STEPS", 1000)
@@ -227,7 +227,7 @@ def test_steps_that_overlap_and_are_captured_take_drafts(checkpoint, monkeypatch
     plain = load(checkpoint("llama"), async_scheduling=False)
     wanted = ask(plain, prompts, params)
     llm = load(
-        checkpoint("llama"), async_scheduling=True, num_gpu_blocks_override=10,
+        checkpoint("llama"), async_scheduling=True, num_gpu_blocks_override=8,
         speculative_config=NGRAM,
     )  # fmt: skip
     graphs, prompt_graphs = capture(llm), capture_prompts(llm, 64)

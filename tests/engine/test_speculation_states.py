@@ -125,7 +125,7 @@ def test_steps_that_overlap_and_are_captured_read_the_slots_of_now(
 ):
     """As on a GPU; with drafts all the time, or on and off every few steps."""
     if is_switching:
-        for constant in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD"):
+        for constant in ("_FIRST_STEPS", "_PLAIN_STEPS", "_HELD", "_MOST_HELD"):
             monkeypatch.setattr(speculation, constant, 3)
     else:
         monkeypatch.setattr(speculation, "_FIRST_STEPS", 1000)

@@ -190,6 +190,7 @@ def test_a_stored_response_is_there_for_all(server: RunningServer) -> None:
     assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
 
 
+@pytest.mark.slow
 def test_sleep_and_kernels_are_those_of_the_engine(server: RunningServer) -> None:
     first, second = connections_of_both(server).values()
     assert asked(first, "POST", "/sleep")[0] == 200
@@ -258,12 +259,14 @@ def test_a_process_that_is_stopped_is_named_killed_and_replaced(
         assert len(connections_of_both(server)) == 2
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_is_wrong_ends_the_start(tiny_model: Path) -> None:
     ended = run_cli("serve", str(tiny_model), "--port", "0", "--chat-template", "{% x %}", *FLAGS)
     assert ended.returncode == 2
     assert "vllm: error: --chat-template, line 1: " in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_unix_socket_is_shared_too(tiny_model: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     log = tmp_path / "log"

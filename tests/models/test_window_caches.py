@@ -4,6 +4,7 @@ the bits that they give with blocks of all tokens, and take less memory."""
 import random
 
 import pytest
+from slow import quick
 from tiny_configs import VOCAB
 
 from vllm import LLM, SamplingParams
@@ -72,9 +73,7 @@ def whole(checkpoint):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-    "name", [*NAMES[:3], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[3:] + FURTHER)]
-)
+@pytest.mark.parametrize("name", quick(NAMES + FURTHER, NAMES[:2]))
 def test_tokens_and_logprobs_have_the_bits_of_a_cache_of_all_tokens(
     checkpoint, whole, name, options
 ):
@@ -120,7 +119,9 @@ def cache_bytes(llm: LLM) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in caches}.values())
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "mimo_v2_flash", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", quick(["gpt_oss", "gemma3", "mimo_v2_flash", "mistral-window"], ["gpt_oss"])
+)
 def test_in_the_same_bytes_more_long_requests_run_at_once(checkpoint, name):
     given, mean, held = 2 << 20, {}, []
     for is_whole in (True, False):
