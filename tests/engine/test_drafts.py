@@ -164,6 +164,63 @@ def test_time_between_steps_counts_where_nothing_but_decoding_was_in_it():
     assert speculation.max_draft_tokens(9) > 0, "another load has trials of its own"
 
 
+def test_a_rank_without_requests_learns_nothing_from_the_steps_of_its_peers():
+    speculation = Speculation(SpeculativeConfig.of(NGRAM))
+    for second in range(200):
+        step = SchedulerOutput(num_scheduled_tokens={}, num_draft_tokens=1)
+        speculation.record(step, ModelRunnerOutput([], []), second)
+    assert speculation.max_draft_tokens(0) == 0 and speculation.max_draft_tokens(1) > 0
+
+
+def test_tokens_that_the_last_draft_gave_are_not_those_of_steps_without():
+    """Drafts of eight that are right in steps of six times the length: they pay."""
+    speculation, now, num_on = Speculation(SpeculativeConfig.of(NGRAM)), 0.0, 0
+    was_on = False
+    for _ in range(3000):
+        is_on = speculation.max_draft_tokens(1) > 0
+        draft = [0] * 8 if was_on else []
+        num_on += is_on
+        now += 6.0 if draft else 1.0
+        step = SchedulerOutput(
+            num_scheduled_tokens={"a": len(draft) + 1},
+            scheduled_spec_decode_tokens={"a": draft} if draft else {},
+            num_draft_tokens=int(is_on),
+        )
+        speculation.record(step, ModelRunnerOutput(["a"], [[0] * (len(draft) + 1)]), now)
+        was_on = is_on
+    assert num_on > 2500
+
+
+def test_a_rate_is_that_of_each_request():
+    """Drafts that give half as much again in a tenth more time, of four and of seven requests."""
+    speculation, now, num_on = Speculation(SpeculativeConfig.of(NGRAM)), 0.0, 0
+    for number in range(6000):
+        num_rows = 7 if number // 60 % 2 else 4
+        ids = [str(i) for i in range(num_rows)]
+        is_on = speculation.max_draft_tokens(num_rows) > 0
+        num_on += is_on
+        now += 1.1 if is_on else 1.0
+        # Every second one drafts a token that is right.
+        drafts = {one: [0] for one in ids[::2]} if is_on else {}
+        step = SchedulerOutput(
+            num_scheduled_tokens={one: 1 + len(drafts.get(one, ())) for one in ids},
+            scheduled_spec_decode_tokens=drafts, num_draft_tokens=int(is_on),
+        )  # fmt: skip
+        tokens = [[0] * (1 + len(drafts.get(one, ()))) for one in ids]
+        speculation.record(step, ModelRunnerOutput(ids, tokens), now)
+    assert num_on > 5000
+
+
+def test_what_a_drafter_owes_is_paid_off_while_prompts_are_computed():
+    trials = DraftTrials()
+    run(trials, 300, tokens_on=2.5, seconds_on=1.0)
+    for _ in range(5000):
+        if trials.is_on:
+            trials.owe(1.0)
+        trials.pass_by()
+    assert run(trials, 3000, tokens_on=2.5, seconds_on=1.0) > 0.8
+
+
 def test_drafts_of_a_model_are_as_long_as_the_longest_that_a_request_takes():
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=6)
     speculation = Speculation(config)

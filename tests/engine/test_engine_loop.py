@@ -107,3 +107,14 @@ def test_each_client_gets_what_concerns_its_requests_and_the_parent_all_statisti
                 num_computed += sum(n * k for n, k in message.stats.step_tokens.items())
                 is_idle = num_computed > 0 and not message.stats.num_running
         assert 3 * 5 + 30 + 7 <= num_computed < 3 * 5 + 30 + 7 + 400
+        # What it had sent may be read after the word that it is gone: nobody waits for it.
+        late = process.Add([request("late#0", 5, 400)], 2)
+        wires["gone"].send(process.encode(late))
+        wires["a"].send(process.encode(process.Add([request("next#0", 5, 3)], 2)))
+        outputs = []
+        while not outputs or outputs[-1].finish_reason is None:
+            outputs += decoder.decode(wires["a"].recv()).outputs
+        assert {output.request_id for output in outputs} == {"next#0"}
+        while wires["gone"].poll(300):
+            told = decoder.decode(wires["gone"].recv())
+            assert "late#0" not in {*told.started, *(one.request_id for one in told.outputs)}

@@ -83,6 +83,18 @@ def test_the_end_of_a_choice_is_told_at_once():
     assert told(state, outputs, EngineOutput("a#0", [5]), EngineOutput("a#0", [5]), ended) == [1, 2]
 
 
+@pytest.mark.parametrize(("interval", "counts"), [(1, [1] * 6), (3, [3, 3])])
+def test_choices_that_have_ended_or_wait_are_not_waited_for(interval, counts):
+    outputs = OutputProcessor(None, stream_interval=interval)
+    params = SamplingParams(n=4, detokenize=False, output_kind=RequestOutputKind.DELTA)
+    state = outputs.add("a", ProcessedInput(None, [1], []), params)
+    outputs.process([EngineOutput("a#0", [5])])  # the last one has no place yet
+    ended = [EngineOutput(f"a#{i}", [5], finish_reason=FinishReason.STOP) for i in (1, 2)]
+    outputs.process(ended)
+    assert state.is_due and state.take() is not None
+    assert told(state, outputs, *[EngineOutput("a#0", [5]) for _ in range(6)]) == counts
+
+
 def test_a_request_that_is_answered_whole_is_due_at_its_end():
     outputs = OutputProcessor(None)
     params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)

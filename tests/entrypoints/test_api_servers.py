@@ -183,6 +183,8 @@ def test_a_stored_response_is_there_for_all(server: RunningServer) -> None:
     assert asked(second, "POST", "/v1/responses", {**request, "input": reference})[0] == 200
     status, page = asked(second, "GET", f"/v1/responses/{made['id']}/input_items")
     assert page["data"][0]["content"][0]["text"] == "ban fick"
+    whole = [{"role": "user", "content": "and", "of_the_client": 10**29}]
+    assert asked(second, "POST", "/v1/responses", {**request, "input": whole})[0] == 200
     assert asked(first, "DELETE", f"/v1/responses/{made['id']}")[0] == 200
     status, answer = asked(second, "GET", f"/v1/responses/{made['id']}")
     assert (status, answer["error"]["code"]) == (404, "response_not_found")

@@ -19,8 +19,9 @@ _LOST_STEPS = 4
 _HELD, _MOST_HELD = 16, 64
 _MOST_LOST = 0.02
 _LONGEST_HELD = 4096
-# Steps over which it is spread what a drafter took to catch up.
-_CHARGED = 128
+# Steps over which it is spread what a drafter took to catch up, and the steps without drafts whose
+# time it owes at most.
+_CHARGED, _MOST_OWED = 128, 256
 
 
 class DraftTrials:
@@ -37,20 +38,32 @@ class DraftTrials:
         self.is_on = True
         self._num_left = _FIRST_STEPS  # steps until the other way's turn
         self._patience = _HELD
-        self._rate = 0.0  # tokens a second without drafts; 0 while that is not known
+        self._rate = 0.0  # tokens of a request a second without drafts; 0: not known yet
         self._plain = 1e-9  # seconds of a step without drafts
         self._seconds: list[float] = []  # of the steps of a measurement, or of the last ones
-        self._num_tokens = 0
+        self._num_tokens = 0.0
         self._account = self._gained = 0.0  # seconds; gained: since drafts began, without a limit
-        self._first_tokens = 0  # of steps before those without drafts were timed
+        self._first_tokens = 0.0  # of steps before those without drafts were timed
         self._owed = 0.0
 
     def owe(self, seconds: float) -> None:
         """A drafter took so long for tokens that no decode step gave."""
         self._owed += seconds
+        if self._rate:
+            self._owed = min(self._owed, _MOST_OWED * self._plain)
 
-    def record(self, was_on: bool, num_tokens: int, seconds: float) -> None:
-        """A decode step gave `num_tokens`, `seconds` after the one before."""
+    def pass_by(self) -> None:
+        """A step whose time says nothing, as one with prompts: drafts pay off what they owe in it,
+        and the time without them passes."""
+        if self.is_on:
+            self._owed -= self._owed / _CHARGED
+        elif self._rate:
+            self._num_left -= 1
+            self._take_turns()
+
+    def record(self, was_on: bool, num_tokens: float, seconds: float) -> None:
+        """A decode step gave each request `num_tokens`, on average, `seconds` after the one
+        before."""
         if was_on != self.is_on:  # scheduled before the last change
             return
         self._seconds.append(seconds)
@@ -60,13 +73,16 @@ class DraftTrials:
             self._time_plain()
         elif self._rate:
             self._keep_account(num_tokens)
+        self._take_turns()
+
+    def _take_turns(self) -> None:
         if self._num_left <= 0 and self.is_on:
             self._without_drafts(_PLAIN_STEPS)
         elif self._num_left <= 0:
             self.is_on, self._num_left = True, _HELD * _PLAIN_STEPS
             self._seconds, self._account, self._gained = [], 0.0, 0.0
 
-    def _keep_account(self, num_tokens: int) -> None:
+    def _keep_account(self, num_tokens: float) -> None:
         del self._seconds[:-_LOST_STEPS]
         charged = self._owed / _CHARGED
         self._owed -= charged
@@ -89,7 +105,7 @@ class DraftTrials:
             self._gained = -median(self._seconds) * len(self._seconds)
             self._first_tokens = self._num_tokens
         self.is_on, self._num_left = False, num_steps
-        self._seconds, self._num_tokens = [], 0
+        self._seconds, self._num_tokens = [], 0.0
 
     def _time_plain(self) -> None:
         if len(self._seconds) < _PLAIN_STEPS:
@@ -97,7 +113,7 @@ class DraftTrials:
         is_first = not self._rate
         self._plain = max(median(self._seconds), 1e-9)
         self._rate = self._num_tokens / self._plain / _PLAIN_STEPS
-        self._seconds, self._num_tokens = [], 0
+        self._seconds, self._num_tokens = [], 0.0
         if is_first:
             self._gained += self._first_tokens / self._rate
             if self._gained < self._owed / _CHARGED * _FIRST_STEPS:
@@ -126,7 +142,7 @@ class Speculation:
         does not pay. request_ids: of these; no longer than the longest draft of them where each
         token costs a pass of a model."""
         limit = self._config.disable_by_batch_size
-        if limit is not None and num_running > limit:
+        if num_running == 0 or (limit is not None and num_running > limit):
             return 0
         if not self._trials_at(num_running).is_on:
             return 0
@@ -157,20 +173,25 @@ class Speculation:
             draft = drafts.get(request_id)
             if draft and tokens:
                 self._count(request_id, len(draft), len(tokens) - 1)
+        num_rows = len(output.request_ids)
+        if not scheduled.num_scheduled_tokens:  # of a rank whose peers have requests
+            self._last_end = None
+            return
         num_computed = sum(scheduled.num_scheduled_tokens.values())
         num_drafted = sum(map(len, drafts.values()))
-        num_rows = len(output.request_ids)
         has_prompts = scheduled.scheduled_new_reqs or num_computed - num_drafted != num_rows
-        self._trials_at(len(scheduled.num_scheduled_tokens)).owe(output.catch_up_seconds)
+        trials = self._trials_at(len(scheduled.num_scheduled_tokens))
+        trials.owe(output.catch_up_seconds)
         if has_prompts or output.compile_waits:
+            trials.pass_by()
             self._last_end = None
-        else:
-            if self._last_end is not None:
-                seconds = now - self._last_end - output.catch_up_seconds
-                self._trials_at(num_rows).record(
-                    scheduled.num_draft_tokens > 0, num_tokens, seconds
-                )
-            self._last_end = now
+            return
+        was_on = scheduled.num_draft_tokens > 0
+        # The first step without drafts still verifies those of the one before.
+        if self._last_end is not None and (was_on or not drafts):
+            seconds = now - self._last_end - output.catch_up_seconds
+            trials.record(was_on, num_tokens / num_rows, seconds)
+        self._last_end = now
 
     def _trials_at(self, num_running: int) -> DraftTrials:
         return self._trials.setdefault(num_running.bit_length(), DraftTrials())

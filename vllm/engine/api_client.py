@@ -97,8 +97,8 @@ class ApiClient(EngineClient):
         self._num_asked += 1
         number = self._num_asked
         waiting = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.tell(process.Call(number, method, [*arguments]))
         try:
+            self.tell(process.Call(number, method, [*arguments]))
             return await waiting
         finally:
             del self._asked[number]
@@ -122,14 +122,21 @@ class ApiClient(EngineClient):
 
     async def _listen(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToClient)
-        while True:
-            message = decoder.decode(await self._control.recv())
-            if isinstance(message, ServerState):
-                self._follow(message)
-            elif isinstance(message, Poll):
-                self.tell(self._report(message.number))
-            else:
-                self._take_answer(message)
+        try:
+            while True:
+                self._take(decoder.decode(await self._control.recv()))
+                await asyncio.sleep(0)  # recv does not yield while messages are queued
+        except Exception as error:
+            logger.exception("cannot process a message of the server's first process")
+            self._end(f"a message could not be processed ({error!r}); restart the server")
+
+    def _take(self, message: ToClient) -> None:
+        if isinstance(message, ServerState):
+            self._follow(message)
+        elif isinstance(message, Poll):
+            self.tell(self._report(message.number))
+        else:
+            self._take_answer(message)
 
     def _take_answer(self, answer: Answer) -> None:
         waiting = self._asked.get(answer.number)

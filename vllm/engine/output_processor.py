@@ -70,7 +70,7 @@ class RequestState:
         self._num_untold = 0.0
         self._num_due = 1.0
         is_final = params.output_kind == RequestOutputKind.FINAL_ONLY
-        self._interval = math.inf if is_final else float(stream_interval * params.n)
+        self._interval = math.inf if is_final else float(stream_interval)
         self.choices = []
         for index in range(params.n):
             detokenizer = None
@@ -198,6 +198,10 @@ class RequestState:
         """What is new since the last call, in the requested output_kind; None for nothing."""
         self.read_prompt()
         self._num_untold, self._num_due = 0.0, self._interval
+        if self._interval > 1 and len(self.choices) > 1:  # of each that has begun
+            self._num_due *= max(
+                1, sum(c.finish_reason is None and bool(c.token_ids) for c in self.choices)
+            )
         kind, is_finished = self.params.output_kind, self.is_finished
         if kind == RequestOutputKind.FINAL_ONLY and not is_finished:
             return None

@@ -191,6 +191,7 @@ class _EngineLoop:
         # By id, which client sent a request; those of the parent are not here.
         self._owners: dict[str, bytes] = {}
         self._waves: dict[bytes, int] = {}
+        self._gone: set[bytes] = set()  # names are not used again
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._parent = os.getppid()
@@ -313,9 +314,9 @@ class _EngineLoop:
             self._abort(message.request_ids)
             return
         if isinstance(message, Leave):
-            gone = message.client.encode()
-            self._waves.pop(gone, None)
-            self._abort([name for name, owner in self._owners.items() if owner == gone])
+            self._forget(message.client.encode())
+            return
+        if client in self._gone:  # on another wire than what says so, and later than that
             return
         if isinstance(message, Call):
             self.send(self._returned(message))
@@ -328,6 +329,12 @@ class _EngineLoop:
                 if client:
                     self._owners[request.request_id] = client
                 self.core.add(request)
+
+    def _forget(self, client: bytes) -> None:
+        self._gone.add(client)
+        if self._waves.pop(client, None) is not None and self.core.dp_coordinator is not None:
+            self.core.dp_coordinator.start_wave(sum(self._waves.values()))
+        self._abort([name for name, owner in self._owners.items() if owner == client])
 
     def _abort(self, request_ids: list[str]) -> None:
         self.core.abort(request_ids)

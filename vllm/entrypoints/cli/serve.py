@@ -168,10 +168,10 @@ def _add_supervision_flags(group: Any) -> None:
     text("--dead-after", type=_number(float, 5, 1e9, "a number of seconds of 5 or more"),
          default=60.0, metavar="SECONDS",
          help="An engine with a process that is stopped or stuck for so long is killed and started "
-         "again (default: 60).")  # fmt: skip
+         "again, and so is an API process (default: 60).")  # fmt: skip
     text("--restarts", type=_number(int, 0, 2**31, "a count of 0 or more"), default=3, metavar="N",
-         help="How often an engine that ended or was killed is started again within an hour; then "
-         "the server ends (default: 3).")  # fmt: skip
+         help="How often an engine that ended or was killed is started again within an hour, and "
+         "how often API processes are; then the server ends (default: 3).")  # fmt: skip
 
 
 def _add_flags_of_variables(group: Any) -> None:

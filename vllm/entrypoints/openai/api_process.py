@@ -24,7 +24,7 @@ from vllm.errors import EngineDeadError, VllmError
 from vllm.executor.messages import leave_signals_to_parent
 from vllm.utils.heartbeat import PULSE, Activity, Page
 from vllm.utils.processes import die_with_parent
-from vllm.utils.startup import no_collections
+from vllm.utils.startup import no_collections, settle_collections
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.generation import Service
@@ -70,12 +70,23 @@ async def _serve(
     """The exit code: 0 after all requests were answered, 1 where the engine died."""
     from vllm.engine.tokenizer import load_tokenizer
 
+    tokenizer, failure = None, None
     with no_collections():
-        model = config.model_config
-        tokenizer = None if model.skip_tokenizer_init else load_tokenizer(model)
+        try:
+            if not config.model_config.skip_tokenizer_init:
+                tokenizer = load_tokenizer(config.model_config)
+        except VllmError as error:
+            failure = error
         client = ApiClient(config, tokenizer, control, name, place)
         client.tracer = tracer_of(client, settings)
+
+    def on_ready(_: str) -> None:
+        settle_collections()
+        client.tell(Serving())
+
     try:
+        if failure is not None:
+            raise failure
         with no_collections():
             from vllm.entrypoints.openai.server import Server
 
@@ -89,7 +100,7 @@ async def _serve(
             client.num_active = lambda: server.num_active
         await client.start()
         PULSE.enter(Activity.IDLE)
-        await server.run(listener, lambda _: client.tell(Serving()))
+        await server.run(listener, on_ready)
     except EngineDeadError:
         return 1
     except VllmError as error:

@@ -123,12 +123,18 @@ class ApiServers:
             for place in range(self._settings.api_server_count):
                 self._start(place)
             with self._stop.on_signals():
-                await first_of(self._wait_serving(), self._stop.soon.wait(), self._failed)
+                await first_of(self._wait_serving(), self._stop.soon.wait(), self._failed, *tasks)
                 if self._stop.count:
                     raise ending_with(self._stop.number)  # nothing was promised to anybody
                 systemd.notify("READY=1")
                 on_ready(self._engine.model_config.served_model_name[0])
-                await first_of(self._engine.wait_dead(), self._stop.soon.wait(), self._failed)
+                ends = self._engine.wait_dead(), self._stop.soon.wait()
+                try:
+                    await first_of(*ends, self._failed, *tasks)
+                except VllmError:  # the other processes finish what they answer
+                    self._stop.raise_to(1)
+                    await self._drain()
+                    raise
                 await self._drain()
         finally:
             for task in (*tasks, *self._answering):
@@ -197,7 +203,11 @@ class ApiServers:
             self._failed.set_exception(VllmError(api.failure.message))
         elif self._budget.take():
             logger.error("%s; it is being started again, its requests are lost", reason)
-            self._start(api.place)
+            try:
+                self._start(api.place)
+            except OSError as error:
+                text = f"{api.title} cannot be started again ({error}); restart the server"
+                self._failed.set_exception(EngineDeadError(text))
         else:
             limit = self._budget.limit
             used = f" after {limit} restarts within an hour (--restarts)" if limit else ""
@@ -252,6 +262,7 @@ class ApiServers:
             api = next((api for api in self._processes if api.name == name), None)
             if api is not None:  # one that has ended may have left messages
                 self._take(api, decoder.decode(data))
+            await asyncio.sleep(0)  # recv does not yield while messages are queued
 
     def _take(self, api: _ApiProcess, message: FromClient) -> None:
         match message:
@@ -277,8 +288,8 @@ class ApiServers:
         method = self._method(api, call.method)
         try:
             value = method(*call.arguments)
-        except VllmError as error:
-            self._send(api, Answer.of_error(call.number, error))
+        except Exception as error:
+            self._send(api, _error_answer(call.number, error))
             return
         if not inspect.isawaitable(value):
             self._send(api, Answer(call.number, value))
@@ -305,8 +316,8 @@ class ApiServers:
         """changes: what all processes must know of before the call returns."""
         try:
             answer = Answer(number, await value)
-        except VllmError as error:
-            answer = Answer.of_error(number, error)
+        except Exception as error:
+            answer = _error_answer(number, error)
         if changes:
             self._tell_state()
             await self._ask_reports()  # who answers has read what was sent before
@@ -363,3 +374,11 @@ class ApiServers:
         engine.metrics.on_render()
         own = families_of(engine.metrics.registry)
         return rendered(summed([own, self._past, *(report.families for report in reports)]))
+
+
+def _error_answer(number: int, error: Exception) -> Answer:
+    """One that is no user's mistake is logged, and its caller told: nobody waits for ever."""
+    if not isinstance(error, VllmError):
+        logger.error("an API process asked for what failed", exc_info=error)
+        error = VllmError(f"{type(error).__name__}: {error}")
+    return Answer.of_error(number, error)

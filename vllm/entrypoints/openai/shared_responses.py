@@ -3,6 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from vllm.entrypoints.openai.response_store import (
     Json,
     Responses,
@@ -22,18 +24,27 @@ class SharedResponses(Responses):
         self, response_id: str, body: bytes, given: list[Json], output: list[Json],
         turns: list[Json], previous_id: str | None,
     ) -> None:  # fmt: skip
-        await self._ask("add_response", response_id, body, given, output, turns, previous_id)
+        parts = msgspec.json.encode([given, output, turns])
+        await self._ask("add_response", response_id, body, parts, previous_id)
 
     async def get(self, response_id: str) -> StoredResponse:
-        found = await self._ask("get_response", response_id)
-        return self.store.get(response_id) if found is None else StoredResponse(*found)
+        found = await self._find(response_id)
+        return self.store.get(response_id) if found is None else found
 
     async def previous(self, response_id: str) -> list[Json]:
+        found = await self._find(response_id)
+        return self.store.previous(response_id) if found is None else found.turns
+
+    async def _find(self, response_id: str) -> StoredResponse | None:
         found = await self._ask("get_response", response_id)
-        return self.store.previous(response_id) if found is None else StoredResponse(*found).turns
+        if found is None:
+            return None
+        body, parts, num_bytes = found
+        given, turns, items = msgspec.json.decode(parts)
+        return StoredResponse(body, given, turns, items, num_bytes)
 
     async def items(self, item_ids: list[str]) -> dict[str, Json]:
-        found: dict[str, Json] = await self._ask("response_items", item_ids)
+        found: dict[str, Json] = msgspec.json.decode(await self._ask("response_items", item_ids))
         return found
 
     async def delete(self, response_id: str) -> None:
@@ -43,15 +54,15 @@ class SharedResponses(Responses):
 
 class StoreOfAll:
     """What `SharedResponses` ask for. Values are those that messages have: None and False for what
-    is not there."""
+    is not there, and JSON, whose whole numbers have any size, as bytes."""
 
     def __init__(self) -> None:
         self._store = ResponseStore()
 
     def add_response(
-        self, response_id: str, body: bytes, given: list[Json], output: list[Json],
-        turns: list[Json], previous_id: str | None,
-    ) -> None:  # fmt: skip
+        self, response_id: str, body: bytes, parts: bytes, previous_id: str | None
+    ) -> None:
+        given, output, turns = msgspec.json.decode(parts)
         if previous_id is not None and previous_id in self._store:
             known = self._store.get(previous_id).turns  # the same objects: they count once
             turns = [*known, *turns[len(known) :]]
@@ -61,10 +72,11 @@ class StoreOfAll:
         if response_id not in self._store:
             return None
         found = self._store.get(response_id)
-        return [found.body, found.input, found.turns, found.items, found.num_bytes]
+        parts = msgspec.json.encode([found.input, found.turns, found.items])
+        return [found.body, parts, found.num_bytes]
 
-    def response_items(self, item_ids: list[str]) -> dict[str, Json]:
-        return self._store.items(item_ids)
+    def response_items(self, item_ids: list[str]) -> bytes:
+        return msgspec.json.encode(self._store.items(item_ids))
 
     def delete_response(self, response_id: str) -> bool:
         is_there = response_id in self._store

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     num_stages: int
 
     def shared_memory(self, head_dim: int, cache_bytes: int) -> int:
-        """Bytes of the query tile, of the keys in flight, and of weights."""
+        """Bytes of the query tile, keys in flight, and weights. head_dim: with padding."""
         keys = self.num_stages * self.block_n * head_dim * cache_bytes
         widened = 2 * self.block_n * head_dim if cache_bytes == 1 else 0
         return 2 * self.block_m * head_dim + keys + widened + 2 * self.block_m * self.block_n
@@ -64,6 +64,10 @@ def tile_of(num_rows: int, head_dim: int, cache_bytes: int, shared_memory: int) 
         if rows == 16:
             return TILES[16][-1]
         rows //= 2
+
+
+def _padded(columns: int) -> int:
+    return max(16, next_power_of_2(columns))
 
 
 def splits_of(programs: int, max_seq_len: int, num_sms: int, most: int) -> tuple[int, int]:
@@ -130,8 +134,10 @@ class _Call(NamedTuple):
     v_scale: float
 
     def tile(self, num_rows: int) -> Tile:
-        sizes = self.cache.shape[2], self.cache.itemsize
-        return tile_of(num_rows, *sizes, read_chip(self.query.device).shared_memory)
+        latent = self.out.shape[2]
+        width = _padded(latent) + _padded(self.cache.shape[2] - latent)
+        shared_memory = read_chip(self.query.device).shared_memory
+        return tile_of(num_rows, width, self.cache.itemsize, shared_memory)
 
     def constants(self, tile: Tile) -> tuple[int, dict[str, int]]:
         """How many tiles the heads are, and what both kernels are compiled for."""
@@ -141,9 +147,9 @@ class _Call(NamedTuple):
             "NUM_HEADS": num_heads,
             "TILE_HEADS": cdiv(num_heads, num_tiles),
             "LATENT": latent,
-            "LATENT_PAD": max(16, next_power_of_2(latent)),
+            "LATENT_PAD": _padded(latent),
             "ROPE": self.cache.shape[2] - latent,
-            "ROPE_PAD": max(16, next_power_of_2(self.cache.shape[2] - latent)),
+            "ROPE_PAD": _padded(self.cache.shape[2] - latent),
             "BLOCK_SIZE": self.cache.shape[1],
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,

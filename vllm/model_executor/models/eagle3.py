@@ -85,11 +85,14 @@ class Eagle3Head(nn.Module):
         self.layer.mixer(self._read(embeddings, hidden)[0], batch)
 
     def dry_run(self, batch: ForwardBatch, num_logits: int) -> None:
-        """All that a step computes, for the memory that it takes."""
+        """All that a step computes, for the memory that it takes, beside what the model gave: its
+        own hidden states and those for the head, which are copied where drafts were refused."""
         num_tokens, columns = len(batch.input_ids), self.decoder.fc.inputs.size
         dtype, device = self.dtype, batch.input_ids.device
-        hidden = torch.zeros(num_tokens, columns, dtype=dtype, device=device)
-        x = self.reduced(hidden)
+        wide = num_tokens, columns + self.decoder.hidden_size
+        given = [torch.zeros(wide, dtype=dtype, device=device) for _ in range(2)]
+        x = self.reduced(given[-1][:, :columns].contiguous())
         y = self(torch.zeros_like(x), x, batch)[:num_logits]
         if self.lm_head is not None:
             self.lm_head(self.norm(y))
+        del given
