@@ -82,6 +82,10 @@ def test_ranks_end_with_their_engine_while_they_load(cause, checkpoint, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    signal.getsignal(signal.SIGINT) is not signal.default_int_handler,
+    reason="interrupts are ignored, as in a shell's background",
+)
 def test_an_engine_goes_on_after_ctrl_c(checkpoint):
     llm = LLM(checkpoint("llama"), tensor_parallel_size=2, skip_tokenizer_init=True)
     inputs = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [7, 8]}]
