@@ -51,15 +51,18 @@ TILES = {
     32: (Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(32, 16, 8, 1)),
     64: (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)),
 }
-_MARGIN = 2048  # of shared memory, for what the compiler needs besides
+# Of shared memory, for what the compiler needs besides: less where products read both operands
+# from there, as on chips with as much as Hopper's.
+_MARGIN, _LARGE_MARGIN, _LARGE = 8192, 2048, 200 << 10
 
 
 def tile_of(num_rows: int, head_dim: int, cache_bytes: int, shared_memory: int) -> Tile:
     """For that many rows, or fewer where the chip has no room for them."""
     rows = min(64, max(16, next_power_of_2(num_rows)))
+    shared_memory -= _LARGE_MARGIN if shared_memory > _LARGE else _MARGIN
     while True:
         for tile in TILES[rows]:
-            if tile.shared_memory(head_dim, cache_bytes) + _MARGIN <= shared_memory:
+            if tile.shared_memory(head_dim, cache_bytes) <= shared_memory:
                 return tile
         if rows == 16:
             return TILES[16][-1]
