@@ -54,7 +54,7 @@ def test_a_folder_of_another_version_is_made_again(folder, tmp_path, monkeypatch
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 
     def older(made: Path) -> None:
-        shutil.copytree(folder, made)
+        shutil.copytree(folder, made, ignore=shutil.ignore_patterns(".files.json"))
         (made / "README.md").write_text("Other weights.")
 
     other = published_folder(tmp_path / "models" / folder.name, older)
