@@ -127,7 +127,8 @@ def test_sigterm_ends_a_start_at_any_moment(
     log = tmp_path / "log"
     when = _when_logged(log, moment) if isinstance(moment, str) else _after(moment)
     code, took, left = _stopped([*prefix, *_serve(tiny_model)], when, log)
-    assert code == 143, log.read_text()
+    # The start may be over after so many seconds: then it is a stop as any other.
+    assert code == (0 if "\nServing " in log.read_text() else 143), log.read_text()
     assert took < 2 * slowness()
     assert left == []
     assert "Traceback" not in log.read_text()
