@@ -173,14 +173,14 @@ def test_a_rank_without_requests_learns_nothing_from_the_steps_of_its_peers():
 
 
 def test_tokens_that_the_last_draft_gave_are_not_those_of_steps_without():
-    """Drafts of eight that are right in steps of six times the length: they pay."""
+    """Drafts of eight that are right in steps of seven times the length: they pay."""
     speculation, now, num_on = Speculation(SpeculativeConfig.of(NGRAM)), 0.0, 0
     was_on = False
     for _ in range(3000):
         is_on = speculation.max_draft_tokens(1) > 0
         draft = [0] * 8 if was_on else []
         num_on += is_on
-        now += 6.0 if draft else 1.0
+        now += 7.0 if draft else 1.0
         step = SchedulerOutput(
             num_scheduled_tokens={"a": len(draft) + 1},
             scheduled_spec_decode_tokens={"a": draft} if draft else {},
