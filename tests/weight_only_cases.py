@@ -121,10 +121,11 @@ def wide_of(tensors):
     return values * scales.repeat_interleave(columns, 1)[:, : values.shape[1]]
 
 
-def fill_blocks(expected, x, order, blocks, weights, block_rows):
-    """Rows of `expected` that blocks of (expert, first row, end) cover, two for each row of x."""
+def fill_blocks(expected, x, order, blocks, weights, block_rows, bias):
+    """Rows of `expected` that blocks of (expert, first row, end) cover, two for each row of x; bias
+    [experts, N]."""
     for expert, first, end in blocks.T.tolist():
         if expert >= 0:
             rows = slice(first, min(end, first + block_rows))
             own = x[(order[rows] // 2).long()].double() @ wide_of(weights[expert]).double().T
-            expected[rows] = own.bfloat16()
+            expected[rows] = (own + bias[expert].double()).bfloat16()

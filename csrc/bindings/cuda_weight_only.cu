@@ -146,8 +146,21 @@ bool set_operands(gemm::WeightOnlyArgs& args, const TensorView& x,
   args.x = data_of(x), args.out = data_of(out);
   args.m = static_cast<int>(x.size(0)), args.ldx = static_cast<int>(x.stride(0));
   args.ldo = out.stride(0);
-  args.top_k = 1;
   return is_bf16;
+}
+
+// Added to results: float32 [n], or [num_experts, n].
+void set_bias(gemm::WeightOnlyArgs& args, const Optional<TensorView>& bias, const TensorView& x,
+              int64_t num_experts) {
+  if (!bias.has_value()) return;
+  const TensorView& given = bias.value();
+  const int lead = num_experts > 0;
+  check_cuda(given, "bias", 1 + lead, x, "x");
+  check_type(given, "bias", kDLFloat, 32);
+  if (lead) check_size(given, "bias", 0, num_experts, "experts");
+  check_size(given, "bias", lead, args.weight.n, "columns of out");
+  check_contiguous(given, "bias");
+  args.bias = static_cast<const float*>(data_of(given));
 }
 
 void launch(const gemm::WeightOnlyArgs& args, gemm::WeightCode code, bool is_bf16,
@@ -186,24 +199,21 @@ void marlin_gemm(TensorView x, Optional<TensorView> x_scales, TensorView codes,
   check_size(out, "out", 0, x.size(0), "rows of x");
   const int64_t n = out.size(1);
   args.weight = weight_of(codes, scales, row_factors, code, columns_per_scale, 0, n, x.size(1));
-  if (bias.has_value()) {
-    check_cuda(bias.value(), "bias", 1, x, "x");
-    check_type(bias.value(), "bias", kDLFloat, 32);
-    check_size(bias.value(), "bias", 0, n, "columns of out");
-    check_contiguous(bias.value(), "bias");
-    args.bias = static_cast<const float*>(data_of(bias.value()));
-  }
+  set_bias(args, bias, x, 0);
   launch(args, code, is_bf16, x, row_tiles, splits, "marlin_gemm");
 }
 
-// For every block of rows of one expert: out [rows, n] = x * W[expert]^T, x as above. blocks int32
-// [3, num_blocks]: expert (negative for none), first row, end of the expert's rows; block_rows at
-// most 64. order int32 [rows]: row r of out is of row order[r] / top_k of x; none for row r.
+// For every block of rows of one expert: out [rows, n] = x * W[expert]^T (+ bias[expert], float32
+// [experts, n]), x as above. blocks int32 [3, num_blocks]: expert (negative for none), first row,
+// end of the expert's rows; block_rows at most 64. order int32 [rows]: row r of out is of row
+// order[r] / top_k of x; none for row r. has_blocks_before: the kernel before this one of the
+// stream begins after blocks are complete, and lets this one start after that.
 void marlin_gemm_grouped(TensorView x, Optional<TensorView> x_scales, TensorView codes,
                          Optional<TensorView> scales, Optional<TensorView> row_factors,
-                         TensorView blocks, Optional<TensorView> order, TensorView out,
-                         String format, int64_t columns_per_scale, int64_t block_rows,
-                         int64_t top_k, int64_t row_tiles, int64_t splits) {
+                         Optional<TensorView> bias, TensorView blocks, Optional<TensorView> order,
+                         TensorView out, String format, int64_t columns_per_scale,
+                         int64_t block_rows, int64_t top_k, bool has_blocks_before,
+                         int64_t row_tiles, int64_t splits) {
   check_cuda(x, "x", 2);
   gemm::WeightOnlyArgs args = {};
   const gemm::WeightCode code = code_of(format);
@@ -212,25 +222,27 @@ void marlin_gemm_grouped(TensorView x, Optional<TensorView> x_scales, TensorView
                                                       << "; accepted: 6 dimensions, experts first");
   args.weight = weight_of(codes, scales, row_factors, code, columns_per_scale, codes.size(0),
                           out.size(1), x.size(1));
+  set_bias(args, bias, x, codes.size(0));
   check_cuda(blocks, "blocks", 2, x, "x");
   check_type(blocks, "blocks", kDLInt, 32);
   check_size(blocks, "blocks", 0, 3, "expert, first row, end");
   check_contiguous(blocks, "blocks");
   VLLM_CHECK(block_rows >= 1 && block_rows <= 64,
              "block_rows: given " << block_rows << "; accepted: 1 to 64");
-  VLLM_CHECK(top_k >= 1, "top_k: given " << top_k << "; accepted: 1 or more");
+  VLLM_CHECK(top_k >= 1 && top_k <= 1024, "top_k: given " << top_k << "; accepted: 1 to 1024");
   args.blocks = static_cast<const int*>(data_of(blocks));
   args.num_blocks = static_cast<int>(blocks.size(1));
   VLLM_CHECK(args.num_blocks < 1 << 16,
              "blocks: given " << args.num_blocks << "; accepted: less than 65536");
   args.block_rows = static_cast<int>(block_rows);
+  args.has_blocks_before = has_blocks_before;
   if (order.has_value()) {
     check_cuda(order.value(), "order", 1, x, "x");
     check_type(order.value(), "order", kDLInt, 32);
     check_size(order.value(), "order", 0, out.size(0), "rows of out");
     check_contiguous(order.value(), "order");
     args.order = static_cast<const int*>(data_of(order.value()));
-    args.top_k = static_cast<int>(top_k);
+    args.top_k_inverse = gemm::inverse_of(top_k);
   } else {
     check_size(out, "out", 0, x.size(0), "rows of x");
   }

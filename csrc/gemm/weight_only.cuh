@@ -64,12 +64,17 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
   int expert = 0, first_token = blockIdx.y * kTokens, end = args.m;
   if (args.blocks != nullptr) {
 #if __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
+    if (!args.has_blocks_before) cudaGridDependencySynchronize();
 #endif
-    expert = args.blocks[blockIdx.y];
-    if (expert < 0) return;
-    first_token = args.blocks[args.num_blocks + blockIdx.y];
-    end = min(first_token + args.block_rows, args.blocks[2 * args.num_blocks + blockIdx.y]);
+    const int* block = args.blocks + blockIdx.y;
+    expert = load_fresh(block), first_token = load_fresh(block + args.num_blocks);
+    end = min(first_token + args.block_rows, load_fresh(block + 2 * args.num_blocks));
+    if (expert < 0) {
+#if __CUDA_ARCH__ >= 900
+      cudaGridDependencySynchronize();  // no kernel ends before those before it
+#endif
+      return;
+    }
   }
   using Tiles = typename Memory::Tiles;
   const Tiles tiles(weight, first_row / kTileRows + warp / kSharing * kRowTiles, expert,
@@ -85,7 +90,7 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
   cudaGridDependencySynchronize();
 #endif
   const auto row_of = [&](int token) {  // of x
-    return args.order != nullptr ? args.order[token] / args.top_k : token;
+    return args.order != nullptr ? args.divided_by_top_k(args.order[token]) : token;
   };
   using Tokens = typename Memory::Tokens;
   Tokens tokens(Memory::kIsApart ? warp * Tokens::kBytes : 0);
@@ -100,15 +105,14 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
   tokens.fill(first_of_tokens, stride);
 
   float sums[kRowTiles][kTokenTiles][4] = {};
-  const int num_steps = (weight.column_tiles - first_of_tokens + stride - 1) / stride;
-  for (int step = 0, slot = 0; step < num_steps; ++step) {
+  const int ahead = (kStages - 1) * stride;
+  const auto take_step = [&](int first_tile, int slot, int before) {
     wait_for_copies<kStages - 2>();
     // All see this stage, and have done with the one before it.
     Memory::kIsApart ? __syncwarp() : __syncthreads();
-    const int column_tile = first + step * stride, ahead = (kStages - 1) * stride;
-    const int before = slot == 0 ? kStages - 1 : slot - 1;
-    if (step + kStages - 1 < num_steps) {
-      tokens.start(first_of_tokens + step * stride + ahead, before);
+    const int column_tile = first_tile + (first - first_of_tokens);
+    if (first_tile + ahead < weight.column_tiles) {
+      tokens.start(first_tile + ahead, before);
       if (Memory::kIsApart || column_tile + ahead < weight.column_tiles) {
         tiles.start(weight, column_tile + ahead, before);
       }
@@ -118,7 +122,17 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
       multiply_staged<Format, T, kTokenTiles, RowTiles<Format, T, kRowTiles, kScaleSteps>>(
           tiles.read(slot), tokens, slot, Memory::kIsApart ? 0 : warp % kSharing, sums);
     }
-    slot = slot == kStages - 1 ? 0 : slot + 1;
+  };
+  // Where a warp waits for nobody its instructions are the limit: of a stage that is known when
+  // this is compiled, no place is computed.
+  constexpr int kUnrolled = Memory::kIsApart ? kStages : 1;
+  for (int tile = first_of_tokens, slot = 0; tile < weight.column_tiles;) {
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i, tile += stride) {
+      const int own = kUnrolled > 1 ? i : slot;
+      if (tile < weight.column_tiles) take_step(tile, own, own == 0 ? kStages - 1 : own - 1);
+    }
+    if (kUnrolled == 1) slot = slot == kStages - 1 ? 0 : slot + 1;
   }
   __syncthreads();  // sums take the place of what was copied
 
@@ -130,7 +144,7 @@ __global__ void __launch_bounds__(kWeightOnlyThreads, blocks_at_once(kTokenTiles
     }
     sum *= Format::template kFactor<T>;
     if constexpr (Format::kScalesTokens) sum *= args.x_scales[row_of(token)];
-    if (args.bias != nullptr) sum += args.bias[row];
+    if (args.bias != nullptr) sum += args.bias[static_cast<int64_t>(expert) * weight.n + row];
     static_cast<T*>(args.out)[token * args.ldo + row] = Pairs<T>::from_float(sum);
   };
 #pragma unroll

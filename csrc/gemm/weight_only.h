@@ -31,7 +31,7 @@ struct WeightOnlyArgs {
   WeightOnlyWeight weight;
   const void* x;          // [m, k] bf16 or fp16, of kW4a8 E4M3; rows ldx elements apart
   const float* x_scales;  // [m] of E4M3, else null
-  const float* bias;      // [n] or null
+  const float* bias;      // [n], of every expert, or null
   void* out;              // [m, n] bf16 or fp16, x's type unless that is E4M3; rows ldo apart
   int m, ldx;
   int64_t ldo;
@@ -40,8 +40,24 @@ struct WeightOnlyArgs {
   // row of x is pair / top_k; null where row i of the output is of row i of x.
   const int* blocks;
   const int* order;
-  int num_blocks, block_rows, top_k;
+  int num_blocks, block_rows;
+  uint32_t top_k_inverse;  // inverse_of(top_k)
+  // Blocks were complete before the kernel before this one let this one start: weights are on their
+  // way while that one ends.
+  bool has_blocks_before;
+
+  // Of a pair, exactly: dividing takes 20 instructions.
+  constexpr int divided_by_top_k(int pair) const {
+    if (top_k_inverse == 0) return pair;
+    return static_cast<int>(uint64_t{top_k_inverse} * static_cast<uint32_t>(pair) >> 32);
+  }
 };
+
+// 2^32 / top_k rounded up, 0 for top_k 1: the product with a number below 2^32 / top_k is too large
+// by less than 2^32 / top_k. top_k is at most 1024, and pairs are fewer than 2^22.
+constexpr uint32_t inverse_of(int64_t top_k) {
+  return static_cast<uint32_t>(((int64_t{1} << 32) + top_k - 1) / top_k);
+}
 
 // Tiles of 8 tokens that a thread block multiplies together, for so many of them. Without clusters
 // nothing but tokens and rows fills the chip, so blocks of many are for many.

@@ -45,6 +45,7 @@ struct Pairs<__half> {
 
 constexpr uint32_t kSigns = 0x80008000u;  // of a pair; as numbers, -0.0 twice
 constexpr uint32_t twice(uint32_t v) { return v << 16 | v; }
+constexpr uint32_t rotated(uint32_t v, int right) { return v >> right | v << (32 - right); }
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
@@ -92,7 +93,8 @@ struct Nvfp4 : WeightOnly {
   static constexpr float kFactor = Pairs<T>::kMantissa == 7 ? 256.0f : 128.0f;
 
   // Of the codes in each half of a word, three have their signs and magnitudes as far apart as bf16
-  // has them, 0, 3 and 6 bits lower; the last one fills what is left (weight_only_layout.py).
+  // has them, 0 and 4 bits higher and 6 lower; the last one fills what is left
+  // (weight_only_layout.py).
   template <typename T>
   static __device__ __forceinline__ void widen(const uint4 (&codes)[1], int product,
                                                const uint32_t (&scales)[2], uint32_t (&out)[4]) {
@@ -100,15 +102,15 @@ struct Nvfp4 : WeightOnly {
     if constexpr (Pairs<T>::kMantissa == 7) {
       constexpr uint32_t kAll = twice(0x81c0u);
       out[0] = v & kAll;
-      out[1] = v << 3 & kAll;
+      out[1] = rotated(v, 4) & kAll;
       out[2] = v << 6 & kAll;
-      out[3] = (v >> 4 & twice(3u << 6)) | (v >> 5 & twice(1u << 8)) | (v << 1 & kSigns);
+      out[3] = (v >> 6 & twice(1u << 8)) | (v << 2 & twice(0x80c0u));
     } else {
       constexpr uint32_t kMagnitudes = twice(7u << 9);
       out[0] = (v << 3 & kMagnitudes) | (v & kSigns);
-      out[1] = (v << 6 & kMagnitudes) | (v << 3 & kSigns);
+      out[1] = (v >> 1 & kMagnitudes) | (rotated(v, 4) & kSigns);
       out[2] = (v << 9 & kMagnitudes) | (v << 6 & kSigns);
-      out[3] = (v >> 1 & twice(3u << 9)) | (v >> 2 & twice(1u << 11)) | (v << 1 & kSigns);
+      out[3] = (v >> 3 & twice(1u << 11)) | (v << 5 & twice(3u << 9)) | (v << 2 & kSigns);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = fma_pairs<T>(out[i], scales[i % 2], kSigns);

@@ -18,6 +18,13 @@ __device__ __forceinline__ uint4 load_once(const uint4* address) {
   return v;
 }
 
+// What a kernel that has just ended may have written.
+__device__ __forceinline__ int load_fresh(const int* address) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+
 // What is needed again and again, for a compiler that would compute it again and again.
 __device__ __forceinline__ int kept(int v) {
   asm volatile("" : "+r"(v));

@@ -101,7 +101,7 @@ struct StagedTiles {
   const char* scales[kScaleCopies];  // those that this lane copies; null for 1
   // In weight_only_memory, of the first stage: this lane's codes, the scales that it copies and
   // those that it reads.
-  int codes_place, scales_place, own_scales_place;
+  int codes_place, scales_place[kScaleCopies], own_scales_place;
 
   __device__ __forceinline__ StagedTiles(const WeightOnlyWeight& weight, int first_tile, int expert,
                                          int stages) {
@@ -111,7 +111,11 @@ struct StagedTiles {
       return static_cast<int64_t>(expert) * num_tiles + min(first_tile + r, num_tiles - 1);
     };
     codes_place = kept(stages + lane * 16);
-    scales_place = kept(stages + kCodeBytes + lane * kLaneScales);
+    const int scales_lane = lane % kScaleLanes * kLaneScales;
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      scales_place[i] = kept(stages + kCodeBytes + scale_set(i) * kScaleBytes + scales_lane);
+    }
     own_scales_place =
         kept(stages + kCodeBytes + (Format::kScalesWeights ? lane * 2 : lane / 4 * 4));
 #pragma unroll
@@ -134,9 +138,11 @@ struct StagedTiles {
     }
   }
 
-  // Of this lane's copy i: which rows and which half of a tile of columns.
+  // Of this lane's copy i: which rows and which half of a tile of columns. Lanes without one of
+  // their own copy the last one again: a branch would cost the warp more.
   static __device__ __forceinline__ int scale_set(int i) {
-    return i * kSetsAtOnce + static_cast<int>(threadIdx.x) % 32 / kScaleLanes;
+    const int set = i * kSetsAtOnce + static_cast<int>(threadIdx.x) % 32 / kScaleLanes;
+    return min(set, kScaleSets - 1);
   }
 
   __device__ __forceinline__ void start(const WeightOnlyWeight& weight, int column_tile,
@@ -150,17 +156,15 @@ struct StagedTiles {
                        codes[r] + static_cast<int64_t>(column_tile) * (kLoads * 512) + i * 512, 16);
       }
     }
+    if (!Format::kScalesWeights && scales[0] == nullptr) return;
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
-      const int set = scale_set(i);
-      if (set >= kScaleSets || (!Format::kScalesWeights && scales[i] == nullptr)) continue;
       int offset = column_tile * kScaleBytes;
       if constexpr (!Format::kScalesWeights) {
-        const int column = column_tile * kTileColumns + set % kScaleSteps * 32;
+        const int column = column_tile * kTileColumns + scale_set(i) % kScaleSteps * 32;
         offset = (column >> weight.column_shift) * weight.scale_rows * 4;
       }
-      copy_async<kLaneScales>(stage + scales_place + i * kSetsAtOnce * kScaleBytes,
-                              scales[i] + offset, kLaneScales);
+      copy_async<kLaneScales>(stage + scales_place[i], scales[i] + offset, kLaneScales);
     }
   }
 

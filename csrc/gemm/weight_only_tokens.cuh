@@ -37,8 +37,9 @@ struct StagedTokens {
   // columns, 0 without a token.
   const X* rows[kRows];
   int num_columns[kRows];
-  int stages;     // in weight_only_memory
-  int places[2];  // of this lane's columns of both halves in the first stage
+  int stages;          // in weight_only_memory
+  int places[2];       // of this lane's columns of both halves in the first stage
+  int targets[kRows];  // of this thread's chunks of rows in the first stage
 
   // Of the rows that this thread copies: the token.
   static __device__ __forceinline__ int token(int i) {
@@ -73,6 +74,11 @@ struct StagedTokens {
       const int eight = place_of_eight(group, Format::column(quad, half));
       places[half] = kept(stages + eight * static_cast<int>(sizeof(Eight)));
     }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int chunk = tile(i) * kTileChunks + place(token(i), threadIdx.x % kChunks);
+      targets[i] = kept(stages + chunk * 16);
+    }
   }
 
   // Of this thread's copy i: the tile of a stage.
@@ -83,8 +89,8 @@ struct StagedTokens {
     return threadIdx.x % kChunks * kChunkColumns;
   }
   __device__ __forceinline__ uint4* target(int i, int slot) const {
-    const int chunk = tile(i) * kTileChunks + place(token(i % kRows), threadIdx.x % kChunks);
-    return reinterpret_cast<uint4*>(weight_only_memory + stages + slot * kStageChunks * 16) + chunk;
+    const int chunk = slot * kStageChunks + i / kRows * (kTilesAtOnce * kTileChunks);
+    return reinterpret_cast<uint4*>(weight_only_memory + targets[i % kRows] + chunk * 16);
   }
   // Columns of it for tiles first_tile and on, less those of chunk_column().
   static __device__ __forceinline__ int column(int i, int first_tile) {

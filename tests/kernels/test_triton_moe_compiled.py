@@ -90,7 +90,7 @@ def test_small_weights_are_read_16_bytes_at_a_time_before_the_wait_and_tokens_af
     from vllm.kernels.triton.skinny import ROWS, product_kernel
 
     types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "x_stride": "i32", "num_rows": "i32"}
-    constants = {"K": k, "K_PAD": k, "ROWS": ROWS, "PDL": True}
+    constants = {"bias": None, "K": k, "K_PAD": k, "HAS_BIAS": False, "ROWS": ROWS, "PDL": True}
     early, late = loads_around_the_wait(product_kernel, types, constants)
     threads = 128
     assert len(early) == ROWS * len(late) == ROWS * k // (8 * threads)

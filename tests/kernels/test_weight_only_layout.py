@@ -68,13 +68,15 @@ def pairs_of(words, format_name, is_bf16):
         shift, mask = (4, 0x07F007F0) if is_bf16 else (1, 0x3F803F80)
         tops = np.stack([words, words << u(8)], -1).reshape(*words.shape[:-1], 4)
         return (tops & signs) | (tops >> u(shift) & u(mask))
-    v, up = words[..., 0], 0 if is_bf16 else 3  # how much higher fp16 has the magnitudes
-    found = []
-    for i in range(3):
-        mask = u(0x01C001C0 << up)
-        found.append((v << u(3 * i + up) & mask) | (v << u(3 * i) & signs))
-    low, high = (v >> u(4 - up)) & u(0x00C000C0 << up), (v >> u(5 - up)) & u(0x01000100 << up)
-    return np.stack([*found, low | high | (v << u(1) & signs)], -1)
+    v = words[..., 0]
+    turned = (v >> u(4)) | (v << u(28))
+    if is_bf16:
+        last = (v >> u(6) & u(0x01000100)) | (v << u(2) & u(0x80C080C0))
+        return np.stack([*(part & u(0x81C081C0) for part in (v, turned, v << u(6))), last], -1)
+    magnitudes = u(0x0E000E00)
+    last = (v >> u(3) & u(0x08000800)) | (v << u(5) & u(0x06000600)) | (v << u(2) & signs)
+    parts = ((v << u(3), v), (v >> u(1), turned), (v << u(9), v << u(6)))
+    return np.stack([*((a & magnitudes) | (b & signs) for a, b in parts), last], -1)
 
 
 def floats_of(pairs, is_bf16):

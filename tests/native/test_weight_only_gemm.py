@@ -33,7 +33,7 @@ FIELDS = [
     "is_widen", "code", "is_bf16", "has_clusters", "row_tiles", "splits", "codes", "scales",
     "row_factors", "n", "k", "column_tiles", "groups", "scale_rows", "column_shift", "x",
     "x_scales", "m", "ldx", "bias", "out", "ldo", "blocks", "num_blocks", "block_rows", "order",
-    "top_k",
+    "top_k", "has_blocks_before",
 ]  # fmt: skip
 # int4-group, by activations in E4M3.
 W4A8 = ("w4a8[32]", "w4a8[128]")
@@ -236,8 +236,9 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(program, name, bloc
         x = x * x_scales[:, None]
     blocks = torch.tensor([[2, 0, -1, 3], [3, 20, 0, 40], [3 + block_rows // 2, 37, 60, 41]]).int()
     out, expected = poisoned(60, 48), poisoned(60, 48)
-    experts = {"block_rows": block_rows, "top_k": 2}
-    call(program, packed, out, q, None, blocks, order, x_scales, **experts)
-    fill_blocks(expected, x, order, blocks, weights, block_rows)
+    bias = torch.randint(-8, 9, (4, 48)).float()
+    experts = {"block_rows": block_rows, "top_k": 2, "has_blocks_before": block_rows % 2}
+    call(program, packed, out, q, bias, blocks, order, x_scales, **experts)
+    fill_blocks(expected, x, order, blocks, weights, block_rows, bias)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())

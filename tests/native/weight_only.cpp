@@ -23,7 +23,7 @@ struct Header {
   int64_t is_widen, code, is_bf16, has_clusters, row_tiles, splits;
   int64_t codes, scales, row_factors, n, k, column_tiles, groups, scale_rows, column_shift;
   int64_t x, x_scales, m, ldx, bias, out, ldo;
-  int64_t blocks, num_blocks, block_rows, order, top_k;
+  int64_t blocks, num_blocks, block_rows, order, top_k, has_blocks_before;
 };
 
 int main(int, char** words) {
@@ -47,7 +47,8 @@ int main(int, char** words) {
   args.out = at(h.out);
   args.m = h.m, args.ldx = h.ldx, args.ldo = h.ldo;
   args.blocks = ints(h.blocks), args.order = ints(h.order);
-  args.num_blocks = h.num_blocks, args.block_rows = h.block_rows, args.top_k = h.top_k;
+  args.num_blocks = h.num_blocks, args.block_rows = h.block_rows;
+  args.top_k_inverse = inverse_of(h.top_k), args.has_blocks_before = h.has_blocks_before;
   const auto code = static_cast<WeightCode>(h.code);
   cudaError_t error;
   if (h.is_widen) {

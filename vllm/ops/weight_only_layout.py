@@ -6,9 +6,9 @@ NVFP4 quad * 16 + half * 8 and on, so that a lane's columns are one group of 16;
 + quad * 8 and on, so that halves are groups of 32. A 16-byte load holds 32 codes of 4 bits, or the
 16 codes of 8 bits of one half, in the order in which products of 16 columns take them.
 
-Four NVFP4 codes share 16 bits. Three of them have their signs and magnitudes where bf16 has them,
-moved down by 0, 3 and 6 bits: one shift and one mask make each a number. The fourth is in the bits
-that are left.
+Eight NVFP4 codes share 32 bits, four in each half. Three of four have their signs and magnitudes
+where bf16 has them, moved by 0, 4 and -6 bits: one rotation and one mask make both of a pair
+numbers. The fourth is in the bits that are left.
 """
 
 from collections.abc import Iterable
@@ -222,14 +222,16 @@ def pack_codes(codes: Tensor, format: str) -> Tensor:
     if format == "fp8":
         return tiles.flip(-1).reshape(sizes[0], sizes[3], 2, 32, 16)
     packed = pack_e2m1(tiles.flatten(2)).view(sizes[0], sizes[3], 1, 32, 16)
-    return _exchanged(packed, _spread_codes(codes.device)) if format == "nvfp4" else packed
+    if format != "nvfp4":
+        return packed
+    return _swapped(_exchanged(packed, _spread_codes(codes.device)))
 
 
 def unpack_codes(packed: Tensor, format: str) -> Tensor:
     """The inverse, with the rows and columns of whole tiles."""
     num_tiles, column_tiles = packed.shape[:2]
     if format == "nvfp4":
-        packed = _exchanged(packed, _spread_codes(packed.device).argsort())
+        packed = _exchanged(_swapped(packed), _spread_codes(packed.device).argsort())
     codes = packed.flatten(2) if format == "fp8" else unpack_e2m1(packed.flatten(2))
     tiles = codes.view(num_tiles, column_tiles, *map(_AXES.__getitem__, _PACKED[format]))
     if format == "fp8":
@@ -240,7 +242,8 @@ def unpack_codes(packed: Tensor, format: str) -> Tensor:
 
 
 # Of the codes in 16 bits, from the lowest on: where the four bits of each go, sign last.
-_SPREAD_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+_SPREAD_BITS = ((6, 7, 8, 15), (10, 11, 12, 3), (0, 1, 2, 9), (4, 5, 14, 13))
+_SWAPPED = 1 << 3  # this sign is 4 bits past the top of its half: in the other half of 32 bits
 
 
 @cache
@@ -260,6 +263,13 @@ def _exchanged(packed: Tensor, table: Tensor) -> Tensor:
     numbers = packed.contiguous().view(torch.int16).int() & 0xFFFF
     found = table.to(torch.int16).index_select(0, numbers.flatten())
     return found.view(torch.uint8).view(packed.shape)
+
+
+def _swapped(packed: Tensor) -> Tensor:
+    """uint8 [..., 16] whose halves of 32 bits exchange their bits _SWAPPED."""
+    words = packed.view(torch.int32)
+    changes = (words ^ words >> 16) & _SWAPPED
+    return (words ^ changes ^ changes << 16).view(torch.uint8)
 
 
 def _places(packed: str, columns: str) -> tuple[int, ...]:

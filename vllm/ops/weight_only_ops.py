@@ -27,20 +27,23 @@ def _gemm(
 
 def _gemm_grouped(
     x: Tensor, x_scales: Tensor | None, codes: Tensor, scales: Tensor | None,
-    row_factors: Tensor | None, blocks: Tensor, order: Tensor | None, out: Tensor, format: str,
-    columns_per_scale: int, block_rows: int, top_k: int, row_tiles: int, splits: int,
+    row_factors: Tensor | None, bias: Tensor | None, blocks: Tensor, order: Tensor | None,
+    out: Tensor, format: str, columns_per_scale: int, block_rows: int, top_k: int,
+    has_blocks_before: bool, row_tiles: int, splits: int,
 ) -> None:  # fmt: skip
     for expert, first, end in blocks.T.tolist():
         if expert < 0:
             continue
         rows = slice(first, min(end, first + block_rows))
         of_x = rows if order is None else order[rows].long() // top_k
-        own_scales, own_factors, own_x_scales = (
+        own_scales, own_factors, own_bias, own_x_scales = (
             None if part is None else part[index]
-            for part, index in ((scales, expert), (row_factors, expert), (x_scales, of_x))
-        )
+            for part, index in (
+                (scales, expert), (row_factors, expert), (bias, expert), (x_scales, of_x)
+            )
+        )  # fmt: skip
         _gemm(
-            x[of_x], own_x_scales, codes[expert], own_scales, own_factors, None, out[rows],
+            x[of_x], own_x_scales, codes[expert], own_scales, own_factors, own_bias, out[rows],
             format, columns_per_scale, 0, 0,
         )  # fmt: skip
 
@@ -62,8 +65,8 @@ _marlin_gemm = register(
     f"marlin_gemm({_X}, {_WEIGHT}, Tensor? bias, Tensor(a!) out, {_FORM}, {_SHAPE}) -> ()", _gemm
 )
 _marlin_gemm_grouped = register(
-    f"marlin_gemm_grouped({_X}, {_WEIGHT}, Tensor blocks, Tensor? order, Tensor(a!) out, "
-    f"{_FORM}, int block_rows, int top_k, {_SHAPE}) -> ()",
+    f"marlin_gemm_grouped({_X}, {_WEIGHT}, Tensor? bias, Tensor blocks, Tensor? order, "
+    f"Tensor(a!) out, {_FORM}, int block_rows, int top_k, bool has_blocks_before, {_SHAPE}) -> ()",
     _gemm_grouped,
 )
 _marlin_widen = register(
@@ -109,14 +112,17 @@ def multiply_wide(x: Tensor, weight: PackedWeight, bias: Tensor | None, most_byt
 
 def multiply_experts(
     x: Tensor, weight: PackedWeight, blocks: Tensor, block_rows: int, num_rows: int,
-    order: Tensor | None = None, top_k: int = 1, row_tiles: int = 0, splits: int = 0,
+    order: Tensor | None = None, top_k: int = 1, bias: Tensor | None = None,
+    has_blocks_before: bool = False, row_tiles: int = 0, splits: int = 0,
 ) -> Tensor:  # fmt: skip
-    """[num_rows, N]: rows of each block (`moe_rows.Sorted`) times its expert. Row r is of row
-    order[r] / top_k of x; without order, of row r. Rows of no block are not written."""
+    """[num_rows, N]: rows of each block (`moe_rows.Sorted`) times its expert, plus its bias, float32
+    [E, N]. Row r is of row order[r] / top_k of x; without order, of row r. Rows of no block are not
+    written. has_blocks_before: between the kernel that writes blocks and this one are two others
+    that wait for what comes before them, so that weights need not wait for the last of them."""
     out = x.new_empty(num_rows, weight.num_rows)
     _marlin_gemm_grouped(
-        *_operand(x, weight), *weight.parts, blocks, order, out, *weight.form, block_rows, top_k,
-        row_tiles, splits,
+        *_operand(x, weight), *weight.parts, bias, blocks, order, out, *weight.form, block_rows,
+        top_k, has_blocks_before, row_tiles, splits,
     )  # fmt: skip
     return out
 

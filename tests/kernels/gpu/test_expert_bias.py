@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton_device import DEVICE, MARKS
 
-from vllm.kernels.triton.expert_bias import activate_biased, add_biases
+from vllm.kernels.triton.expert_bias import activate_biased
 from vllm.kernels.triton.moe_rows import sort
 from vllm.ops import torch_ops
 
@@ -39,14 +39,3 @@ def test_rows_get_the_bias_of_their_expert_and_the_activation(num_tokens, inner,
     else:
         wanted = torch_ops.silu_and_mul(rows.biased())
     torch.testing.assert_close(given[rows.places].float(), wanted, atol=1e-2, rtol=8e-3)
-
-
-@pytest.mark.parametrize("num_tokens, width", ((1, 40), (33, 360), (70, 2880)))
-def test_biases_are_added_in_place_to_the_rows_that_are_here(num_tokens, width):
-    rows = Rows(num_tokens, width)
-    before, wanted = rows.x.clone(), rows.biased()
-    add_biases(rows.x, rows.bias, rows.ids, rows.positions)
-    torch.testing.assert_close(rows.x[rows.places].float(), wanted, atol=1e-2, rtol=8e-3)
-    others = torch.ones(len(before), dtype=torch.bool, device=DEVICE)
-    others[rows.places] = False
-    assert torch.equal(rows.x[others], before[others])

@@ -224,8 +224,9 @@ def test_experts_give_the_weighted_sum_of_their_results(name, num_tokens):
     assert (found.double() - expected).norm() <= 8e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("has_blocks_before", [False, True], ids=["waits", "begins early"])
 @pytest.mark.parametrize("block_rows", [1, 8, 16, 32, 64])
-def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
+def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows, has_blocks_before):
     num_experts, k, n = 4, 320, 200
     weights = [exact_linear("nvfp4", n, k) for _ in range(num_experts)]
     packed = pack_experts(iter(weights), num_experts)
@@ -234,13 +235,14 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
     blocks = torch.tensor(
         [[2, 0, -1, 3], [3, 35, 0, 52], [3 + block_rows // 2, 50, 60, 53]], device="cuda"
     ).int()
+    bias = torch.randint(-8, 9, (num_experts, n), device="cuda").float()
     out = poisoned(60, n)
     torch.ops.vllm.marlin_gemm_grouped(
-        x, None, packed.codes, packed.scales, packed.row_factors, blocks, order, out, "nvfp4", 0,
-        block_rows, 2, 0, 0,
+        x, None, packed.codes, packed.scales, packed.row_factors, bias, blocks, order, out, "nvfp4",
+        0, block_rows, 2, has_blocks_before, 0, 0,
     )  # fmt: skip
     expected = poisoned(60, n)
-    fill_blocks(expected, x, order, blocks, weights, block_rows)
+    fill_blocks(expected, x, order, blocks, weights, block_rows, bias)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 

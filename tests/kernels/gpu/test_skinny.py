@@ -9,7 +9,7 @@ from vllm.kernels.triton.skinny import product
 
 pytestmark = MARKS
 # rows, columns: gates of a delta-net, a router, what fills no block.
-SIZES = [(64, 2048), (96, 4096), (1, 16), (37, 1040), (8, 8192)]
+SIZES = [(64, 2048), (96, 4096), (1, 16), (37, 1040), (32, 2880), (8, 8192)]
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -20,10 +20,10 @@ def operands(num_tokens: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tenso
     return x[:num_tokens, :k], torch.randn(n, k, device=DEVICE).to(dtype)
 
 
-def in_memory_of_nan(x: Tensor, weight: Tensor) -> Tensor:
+def in_memory_of_nan(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     torch.use_deterministic_algorithms(True)
     try:
-        return product(x, weight)
+        return product(x, weight, bias)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -31,21 +31,27 @@ def in_memory_of_nan(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 16])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products_are_rounded_once(size, num_tokens, dtype):
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_products_are_rounded_once(size, num_tokens, dtype, with_bias):
     x, weight = operands(num_tokens, *size, dtype)
-    found = in_memory_of_nan(x, weight)
+    # Larger than the products: a sum that is rounded before it is added to would be far off.
+    bias = 100 * torch.randn(size[0], device=DEVICE) if with_bias else None
+    found = in_memory_of_nan(x, weight, bias)
     assert (found.dtype, found.shape) == (dtype, (num_tokens, size[0]))
     exact = x.double() @ weight.double().T
     # Of sums in float32 that cancel, what the summands lost is left.
     lost = x.double().abs() @ weight.double().abs().T * 2**-21
+    if bias is not None:
+        exact, lost = exact + bias.double(), lost + bias.double().abs() * 2**-21
     assert bool(((found.double() - exact).abs() <= ROUNDING[dtype] * exact.abs() + lost).all())
 
 
 def test_a_token_has_one_result_in_any_company():
     x, weight = operands(16, 64, 2048, torch.bfloat16)
-    whole = product(x, weight)
+    bias = torch.randn(64, device=DEVICE)
+    whole = product(x, weight, bias)
     for rows in (slice(0, 1), slice(5, 6), slice(3, 12)):
-        assert torch.equal(product(x[rows], weight), whole[rows])
+        assert torch.equal(product(x[rows], weight, bias), whole[rows])
 
 
 @needs_gpu

@@ -178,12 +178,13 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows):
     blocks = torch.tensor(
         [[2, 0, -1, 3], [3, 35, 0, 52], [3 + block_rows // 2, 50, 60, 53]], device="cuda"
     ).int()
+    bias = torch.randint(-8, 9, (4, n), device="cuda").float()
     out, expected = poisoned(60, n), poisoned(60, n)
     torch.ops.vllm.marlin_gemm_grouped(
-        x, scales, packed.codes, packed.scales, packed.row_factors, blocks, order, out,
-        packed.format, packed.columns_per_scale, block_rows, 2, 0, 0,
+        x, scales, packed.codes, packed.scales, packed.row_factors, bias, blocks, order, out,
+        packed.format, packed.columns_per_scale, block_rows, 2, False, 0, 0,
     )  # fmt: skip
-    fill_blocks(expected, values, order, blocks, weights, block_rows)
+    fill_blocks(expected, values, order, blocks, weights, block_rows, bias)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 

@@ -7,6 +7,7 @@ namespace vllm::gemm {
 inline thread_local char weight_only_memory[99 << 10] alignas(16);  // most of every chip
 
 inline uint4 load_once(const uint4* address) { return *address; }
+inline int load_fresh(const int* address) { return *address; }
 template <typename V>
 V kept(V v) {
   return v;

@@ -134,7 +134,7 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
     their rows twice. Nothing waits for the device, so a CUDA graph can capture it."""
     from vllm.kernels import cuda_ops
     from vllm.kernels.triton import moe_rows
-    from vllm.kernels.triton.expert_bias import activate_biased, add_biases
+    from vllm.kernels.triton.expert_bias import activate_biased
     from vllm.ops import torch_ops
     from vllm.ops.weight_only_layout import pack_experts
     from vllm.ops.weight_only_ops import multiply_experts
@@ -161,9 +161,9 @@ def moe(problem: MoEProblem, tensors: "MoETensors", winner: Candidate) -> "MoEKe
             inner = ops.silu_and_mul(inner)
         else:
             inner = activate_biased(inner, gate_up_bias, ids, rows.positions, problem.swiglu_limit)
-        out = multiply_experts(inner, down, rows.blocks, block_rows, num_pairs)
-        if down_bias is not None:
-            add_biases(out, down_bias, ids, rows.positions)
+        out = multiply_experts(
+            inner, down, rows.blocks, block_rows, num_pairs, bias=down_bias, has_blocks_before=True
+        )
         return moe_rows.combine(out, weights, rows.positions, num_experts)
 
     if tensors.down.is_cuda:

@@ -53,7 +53,6 @@ SPECS = (
         devices=shared.FROM_SM80,
         libs=(("triton", "3.2"),),
         compiles="triton",
-        takes_bias=False,
         check=_is_small,
     ),
     # Where kernels that quantise activations take the weight as it is stored too: few tokens are
@@ -75,8 +74,8 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
         from vllm.kernels.triton.skinny import product
         from vllm.utils.torch_utils import dtype_of
 
-        weight = tensors.weight.to(dtype_of(problem.dtype))
-        return lambda x: product(x, weight)
+        weight, bias = tensors.weight.to(dtype_of(problem.dtype)), tensors.bias
+        return lambda x: product(x, weight, bias)
     if problem.format == "nvfp4":
         return _nvfp4(tensors)
     from vllm.ops.fp8_quant import ScaleLayout

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What is between and after the products of experts with biases, in Triton: one launch each.
+"""What is between the products of experts with biases, in Triton: one launch.
 
 Rows are those of pairs of a token and an expert, in any order (`moe_rows.sort`). Names in capitals
 are compile-time constants.
@@ -39,25 +39,6 @@ def _activate_kernel(
     tl.store(out + row * INNER + columns, inner.to(out.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
-def _add_kernel(
-    x, bias, ids, positions, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """Grid (pairs, blocks of columns)."""
-    begin_dependent(PDL)
-    pair = tl.program_id(0)
-    row = tl.load(positions + pair).to(tl.int64)
-    if row < 0:
-        return
-    expert = tl.load(ids + pair)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_there = columns < WIDTH
-    own = x + row * WIDTH + columns
-    total = tl.load(own, mask=is_there, other=0.0).to(tl.float32)
-    total += tl.load(bias + expert * WIDTH + columns, mask=is_there, other=0.0)
-    tl.store(own, total.to(x.dtype.element_ty), mask=is_there)
-
-
 def activate_biased(
     x: Tensor, bias: Tensor, ids: Tensor, positions: Tensor, limit: float
 ) -> Tensor:
@@ -76,14 +57,3 @@ def activate_biased(
         **launch_dependent(x.device),
     )  # fmt: skip
     return out
-
-
-def add_biases(x: Tensor, bias: Tensor, ids: Tensor, positions: Tensor) -> None:
-    """In place: x [rows, N] += the bias, float32 [E, N], of each row's expert. ids, positions: as
-    in `activate_biased`."""
-    width = x.shape[1]
-    assert x.is_contiguous() and ids.is_contiguous() and positions.is_contiguous()
-    block = min(next_power_of_2(width), _MOST_COLUMNS)
-    _add_kernel[(ids.numel(), cdiv(width, block))](
-        x, bias, ids, positions, WIDTH=width, BLOCK=block, **launch_dependent(x.device)
-    )
