@@ -42,7 +42,7 @@ from vllm.worker.pooling import pooled_vectors
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import sample, widened
 from vllm.worker.sampling_rows import sampling_batch
-from vllm.worker.speculation import SampledRows, Verification
+from vllm.worker.speculation import SampledRows, Verification, draw_lots
 from vllm.worker.step_inputs import StepInputs
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
@@ -404,7 +404,8 @@ class ModelRunner:
         drafts, most = step.scheduled_spec_decode_tokens, step.num_draft_tokens
         if not (drafts or most):
             return None
-        return Verification(drafts, partial(self._propose, most, computed))
+        drawn = draw_lots(self.batch, drafts, self.config.speculative_config)
+        return Verification(drafts, partial(self._propose, most, computed), drawn)
 
     def _propose(self, most: int, computed: StepTokens, request_ids: Sequence[str]) -> Proposals:
         """Up to `most` draft tokens of each request. Without memory for them there are none."""
