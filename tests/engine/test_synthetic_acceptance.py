@@ -180,9 +180,7 @@ def test_no_lots_are_drawn_for_strict_verification():
 
 def test_drawn_tokens_are_accepted_whatever_was_sampled_but_not_past_a_broken_row():
     drafts = {"a": [5, 6, 7], "c": [5], "d": [9, 9]}
-    verification = Verification(
-        drafts, lambda request_ids: Proposals({}), {"a": 2, "c": 0, "d": 2}
-    )
+    verification = Verification(drafts, lambda request_ids: Proposals({}), {"a": 2, "c": 0, "d": 2})
     sampled = [1, 2, 3, 4, 4, 5, 3, 1, BROKEN, 2]
     assert verification.accepted(["a", "b", "c", "d"], sampled) == [
         [5, 6, 3],

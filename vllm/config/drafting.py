@@ -14,6 +14,7 @@ from vllm.utils.dataclasses import replace
 
 logger = get_logger(__name__)
 
+
 def with_drafts(
     given: Mapping[str, Any] | None, model: ModelConfig, parallel: ParallelConfig, device: Device
 ) -> tuple[ModelConfig, SpeculativeConfig | None]:

@@ -137,9 +137,10 @@ def _acceptance_rate(given: Mapping[str, Any]) -> float | None:
     method = given.get("rejection_sample_method", STRICT)
     rate = given.get("synthetic_acceptance_rate")
     if method not in (*REJECTION_METHODS, *_EXACT_METHODS):
+        meant = did_you_mean(str(method), REJECTION_METHODS)
         raise draft_error(
-            f"rejection_sample_method {method!r} is unknown"
-            f"{did_you_mean(str(method), REJECTION_METHODS)}; it takes {', '.join(REJECTION_METHODS)}"
+            f"rejection_sample_method {method!r} is unknown{meant}; it takes "
+            f"{', '.join(REJECTION_METHODS)}"
         )
     if method != SYNTHETIC:
         if rate is not None:
@@ -150,8 +151,8 @@ def _acceptance_rate(given: Mapping[str, Any]) -> float | None:
         return None
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise draft_error(
-            f"synthetic_acceptance_rate {rate!r}: rejection_sample_method {SYNTHETIC} takes a share "
-            f"of the draft tokens from 0 to 1, as 0.7"
+            f"synthetic_acceptance_rate {rate!r}: rejection_sample_method {SYNTHETIC} takes a "
+            f"share of the draft tokens from 0 to 1, as 0.7"
         )
     return float(rate)
 
