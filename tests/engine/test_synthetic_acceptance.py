@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from mtp_checkpoints import add_mtp
 
 from tests.engine.test_captured_steps import capture, capture_prompts, load
@@ -18,7 +19,7 @@ from vllm.errors import ConfigError
 from vllm.worker.drafts import Proposals
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.numerics import BROKEN
-from vllm.worker.speculation import Verification, chance_of_each, draw_lots
+from vllm.worker.speculation import SampledRows, Verification, chance_of_each, draw_lots, new_tokens
 
 SYNTHETIC = {"rejection_sample_method": "synthetic"}
 OPTIONS = {"max_num_seqs": 8, "max_model_len": 128, "skip_tokenizer_init": True}
@@ -188,6 +189,34 @@ def test_drawn_tokens_are_accepted_whatever_was_sampled_but_not_past_a_broken_ro
         [5],
         [9, BROKEN],
     ]
+
+
+@pytest.mark.parametrize("by_lot", [False, True])
+def test_the_device_accepts_what_the_host_does(by_lot):
+    """Of requests with and without drafts, in the order of a step's rows."""
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        batch = batch_of([*range(6)], num_output=3)
+        drafts = {str(i): rng.integers(0, 2, rng.integers(0, 4)).tolist() for i in range(6)}
+        drafts = {name: draft for name, draft in drafts.items() if draft}
+        batch.put_drafts(drafts)
+        rows = rng.permutation(6)[: rng.integers(1, 7)]
+        ids = [str(row) for row in rows]
+        drafts = {name: draft for name, draft in drafts.items() if name in ids}
+        counts = batch.num_drafts[rows]
+        sampled = SampledRows.of(np.cumsum(counts + 1) - 1, rows, counts)
+        tokens = rng.integers(0, 2, len(sampled.rows))
+        config = SpeculativeConfig.of(at(0.5)) if by_lot else None
+        lots = draw_lots(batch, drafts, config)
+        found = new_tokens(batch, sampled, torch.from_numpy(tokens), lots)
+        verification = Verification(drafts, lambda request_ids: Proposals({}), lots)
+        wanted = verification.accepted(ids, tokens.tolist())
+        assert found.rows.tolist() == rows.tolist()
+        assert found.last.tolist() == [new[-1] for new in wanted]
+        if found.num_accepted is None:
+            assert not drafts
+        else:
+            assert found.num_accepted.tolist() == [len(new) - 1 for new in wanted]
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 0.99])

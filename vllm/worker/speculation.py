@@ -10,16 +10,18 @@ p renormalised. The tokens are those of decoding one by one.
 For measurements tokens may be accepted by lot instead, at a given rate, whatever the model says.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from vllm.config.speculative import SpeculativeConfig
-from vllm.worker.drafts import Proposals
+from vllm.worker.drafts import NewTokens, Ready
 from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_buffers import to_device
 from vllm.worker.numerics import BROKEN
 from vllm.worker.sampler import uniforms
 
@@ -55,12 +57,8 @@ class Verification:
     tokens are accepted by lot; None where the model says it."""
 
     drafts: Mapping[str, Sequence[int]]
-    propose: Callable[[Sequence[str]], Proposals]
+    propose: Ready
     drawn: Mapping[str, int] | None = None
-
-    @property
-    def has_drafts(self) -> bool:
-        return bool(self.drafts)
 
     def accepted(self, request_ids: Sequence[str], sampled: Sequence[int]) -> list[list[int]]:
         """The new tokens of each request: its draft up to the first token that is refused, and what
@@ -101,6 +99,35 @@ def draw_lots(
     is_refused = uniforms(np.repeat(batch.seeds[rows] ^ _LOTS, counts), places) >= chances
     first = np.minimum.reduceat(np.where(is_refused, ahead, ahead.max() + 1), starts)
     return dict(zip(drafts, np.minimum(first, counts).tolist()))
+
+
+def new_tokens(
+    batch: InputBatch,
+    sampled: SampledRows,
+    tokens: Tensor,
+    drawn: Mapping[str, int] | None = None,
+) -> NewTokens:
+    """What of `tokens` int64 [S], sampled for these rows, is accepted, without waiting for it; as
+    `Verification.accepted`, but of a request that fails. To be called before the step's new tokens
+    are in the batch."""
+    firsts = np.flatnonzero(sampled.ahead == 0)
+    rows = sampled.rows[firsts]
+    num_drafts = batch.num_drafts[rows]
+    if not num_drafts.any():
+        return NewTokens(rows, num_drafts, None, tokens)
+    if drawn is not None:
+        ids = [batch.requests[row].request_id for row in rows]
+        counts = np.array([drawn.get(request_id, 0) for request_id in ids], np.int64)
+        num_accepted = to_device(counts, tokens.device)
+    else:
+        ahead = np.minimum(np.arange(num_drafts.max()), np.maximum(num_drafts - 1, 0)[:, None])
+        drafts = batch.token_ids[rows[:, None], batch.num_tokens[rows][:, None] + ahead]
+        is_draft = np.arange(num_drafts.max()) < num_drafts[:, None]
+        given = np.where(is_draft, drafts, -1).astype(np.int64)
+        places, expected = to_device(np.stack([firsts[:, None] + ahead, given]), tokens.device)
+        num_accepted = (tokens[places] == expected).cumprod(1).sum(1)
+    last = tokens[to_device(firsts, tokens.device) + num_accepted]
+    return NewTokens(rows, num_drafts, num_accepted, last)
 
 
 @cache
