@@ -46,6 +46,13 @@ def several(**options) -> list[SamplingParams]:
     return [SamplingParams(**defaults | {"seed": i} | options) for i in range(len(PROMPTS))]
 
 
+def ask_with(llm: LLM, most: int, params: list[SamplingParams]) -> list:
+    """Of the first prompts, with drafts of at most so many tokens."""
+    config = SpeculativeConfig.of(at(0.6, num_speculative_tokens=most))
+    llm.llm_engine.core.speculation = Speculation(config)
+    return ask(llm, PROMPTS[: len(params)], params)
+
+
 def accepted(llm: LLM) -> tuple[int, int]:
     stats = llm.llm_engine.core.stats()
     return sum(stats.num_accepted_tokens.values()), stats.num_draft_tokens
@@ -119,10 +126,17 @@ def test_steps_that_overlap_and_are_captured_accept_the_same(folders):
     options = {"speculative_config": config}
     plain = load(folders["glm4_moe"], async_scheduling=False, **options)
     llm = load(folders["glm4_moe"], async_scheduling=True, **options)
-    capture(llm), capture_prompts(llm, 64)
+    capture(llm)
+    graphs = capture_prompts(llm, 64)
     assert ask(llm, PROMPTS, params) == ask(plain, PROMPTS, params)
     num_accepted, num_drafted = accepted(llm)
     assert_share(num_accepted, num_drafted, 0.6, 2)
+    # Drafts of one request alone leave no place for padding, or a place for one token.
+    shapes = {1: (2, 1), 2: (4, 3)}
+    for most, shape in shapes.items():
+        before = graphs.num_replays[shape]
+        assert ask_with(llm, most, params[:1]) == ask_with(plain, most, params[:1])
+        assert graphs.num_replays[shape] > before + 20
 
 
 def test_drafts_of_n_grams_are_accepted_by_lot_and_end_where_requests_do(checkpoint):

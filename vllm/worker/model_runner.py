@@ -340,10 +340,8 @@ class ModelRunner:
         """Last hidden states of a step with prompts: of all tokens, or only of `read`; and how many
         tokens the layers computed."""
         if self._prompt_graphs is not None:
-            num_tokens, num_seqs = int(counts.sum()), len(rows) + 1  # one is padding
-            shape = self._prompt_graphs.fitting(
-                lambda shape: shape.tokens >= num_tokens and shape.seqs >= num_seqs
-            )
+            num_tokens = int(counts.sum())
+            shape = self._prompt_graphs.fitting(lambda one: one.holds(num_tokens, len(rows)))
             if shape is not None:
                 self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
                 return self._prompt_graphs.replay(shape)[:num_tokens], shape.tokens
