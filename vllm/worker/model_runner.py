@@ -318,8 +318,8 @@ class ModelRunner:
             return AsyncModelRunnerOutput.without_tokens(
                 batch, step_rows, prompt_logprobs, pooled, drafted.catch_up_seconds
             )
-        given = logits, sampled, computed, bitmasks, prompt_logprobs, pooled, step_rows
-        return self._sample(scheduler_output, *given)
+        rest = bitmasks, prompt_logprobs, pooled, step_rows
+        return self._sample(logits, sampled, computed, scheduler_output, *rest)
 
     def _decoded(self, size: int, rows: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Logits of a captured step, and hidden states where what drafts reads them."""
@@ -403,10 +403,10 @@ class ModelRunner:
 
     def _sample(
         self,
-        step: SchedulerOutput,
         logits: Tensor,
         sampled: SampledRows,
         computed: StepTokens,
+        step: SchedulerOutput,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
         pooled: dict[str, list[float]],
