@@ -138,9 +138,10 @@ class GreedyDrafter(Drafter, ABC):
         scheduler = config.scheduler_config
         self._scratch = np.arange(num_blocks, num_blocks + config.num_draft_blocks)
         pages, most = (batch.max_blocks, batch.block_size), scheduler.max_num_seqs
-        self.inputs = StepInputs(scheduler.max_num_batched_tokens, most, *pages, device)
+        num_tokens = scheduler.max_num_batched_tokens
+        self.inputs = StepInputs(num_tokens, most, *pages, device, for_graphs=False)
         # Of one token for each request: filling in waits for what was filled in before.
-        self._next_inputs = StepInputs(most, most, *pages, device)
+        self._next_inputs = StepInputs(most, most, *pages, device, for_graphs=False)
         self.rows = _Rows(
             batch.token_ids[:, self.ahead :],
             batch.tables,
