@@ -16,6 +16,7 @@ from tests.engine.test_draft_model import Proposed, explained, greedy, prompts
 from tests.engine.test_speculation import Counts, ask, run, sampling
 from vllm import LLM, EngineArgs
 from vllm.core import speculation
+from vllm.core.request import EngineRequest
 from vllm.errors import CheckpointError, ConfigError
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.utils.dataclasses import replace
@@ -216,6 +217,32 @@ def test_requests_end_where_the_context_does(with_mtp, room):
     assert Counts(llm).num_accepted > 0
     assert max(len(known) + len(draft) for known, draft in drafted.found) <= 48
     drafted.check(Reference(folder))
+
+
+def test_a_prompt_as_long_as_the_context_is_scored_beside_drafts(with_mtp):
+    folder, options = with_mtp("glm4_moe"), OPTIONS | {"max_model_len": 48}
+    given = [{"prompt_token_ids": [5] * 12}, {"prompt_token_ids": [*range(10, 58)]}]
+    params = [greedy(30), greedy(0, prompt_logprobs=1)]
+    plain = LLM(folder, **options).llm_engine.core
+    core = LLM(folder, **options, **MTP).llm_engine.core
+
+    def outputs(core) -> list:
+        """The second request arrives while the first one has drafts."""
+        found, num_steps = [], 0
+        for place, (prompt, own) in enumerate(zip(given, params)):
+            tokens = prompt["prompt_token_ids"]
+            core.add(EngineRequest(str(place), tokens, own, 1, [], own.max_tokens))
+            while core.has_work and (place or num_steps < 4):
+                found += core.step()
+                num_steps += 1
+        joined = {"0": [], "1": []}
+        for output in found:
+            joined[output.request_id] += output.token_ids
+        scores = [o.prompt_logprobs for o in found if o.prompt_logprobs]
+        return [joined, scores]
+
+    assert outputs(core) == outputs(plain)
+    assert core.stats().num_drafts > 10
 
 
 @pytest.mark.slow

@@ -121,7 +121,9 @@ def new_tokens(
         num_accepted = to_device(counts, tokens.device)
     else:
         ahead = np.minimum(np.arange(num_drafts.max()), np.maximum(num_drafts - 1, 0)[:, None])
-        drafts = batch.token_ids[rows[:, None], batch.num_tokens[rows][:, None] + ahead]
+        columns = batch.num_tokens[rows][:, None] + ahead
+        last_column = batch.token_ids.shape[1] - 1  # a full row has no place for drafts, nor any
+        drafts = batch.token_ids[rows[:, None], np.minimum(columns, last_column)]
         is_draft = np.arange(num_drafts.max()) < num_drafts[:, None]
         given = np.where(is_draft, drafts, -1).astype(np.int64)
         places, expected = to_device(np.stack([firsts[:, None] + ahead, given]), tokens.device)
