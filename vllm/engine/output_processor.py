@@ -222,6 +222,18 @@ class RequestState:
             metrics=self.times,
         )
 
+    def take_text(self) -> tuple[str, int] | None:
+        """As `take` for a request with one choice, of which deltas without log-probabilities are
+        asked for: the new text and its number of tokens, without objects made for them. None where
+        there is something else to tell, an end or an error; nothing is taken then."""
+        choice = self.choices[0]
+        if choice.finish_reason is not None or self.error is not None or self.has_unread_prompt:
+            return None
+        self._num_untold, self._num_due = 0.0, self._interval
+        first, first_char = choice.num_given, choice.num_given_chars
+        choice.num_given, choice.num_given_chars = len(choice.token_ids), _num_safe_chars(choice)
+        return choice.text[first_char : choice.num_given_chars], choice.num_given - first
+
     def _completion(self, choice: _Choice, is_delta: bool) -> CompletionOutput:
         first, first_char = (choice.num_given, choice.num_given_chars) if is_delta else (0, 0)
         last_char = _num_safe_chars(choice)
