@@ -13,7 +13,8 @@ that ends before the server starts; all other cases share one start of `vllm ser
            of_offline: their output tokens a second to those of `offline`
   short    512 requests at once, 128 tokens in, 32 out, after one round. Limits: TTFT_MS, PER_S
   waves    64, 128 and 256 clients, each of which sends 3 requests of 1,000 tokens in and 200 out,
-           the next when one has ended. first_ttft_ms: of the requests that all clients send at once
+           the next when one has ended. first_ttft_ms: of the requests that all send at once;
+           next_ttft_ms: of the others
 What clients saw, of all rounds that count:
   ttft_ms, itl_ms    to the first event, and between two events of a stream: p50 and p99. Events
                      that are read together have 0 between them
@@ -276,11 +277,13 @@ def read(process: "subprocess.Popen[str]") -> str:
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Rates are medians of the rounds, all else is of all their requests together."""
     waits = [first - start for one in rounds for start, first, _, _ in one["requests"]]
-    at_once = [
-        first - start
-        for one in rounds
-        for start, first, _, _ in one["requests"][: one["num_first"]]
-    ]
+    at_once, later = (
+        [first - start for one in rounds for start, first, _, _ in part(one)]
+        for part in (
+            lambda one: one["requests"][: one["num_first"]],
+            lambda one: one["requests"][one["num_first"] :],
+        )
+    )
     seconds = sum(one["seconds"] for one in rounds)
     num_events = sum(num for one in rounds for *_, num in one["requests"])
     num_out = sum(one["tokens_out"] for one in rounds)
@@ -296,8 +299,8 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "ttft_ms": percentiles(waits),
         "itl_ms": percentiles([gap for one in rounds for gap in one["gaps"]]),
     }
-    if len(at_once) < len(waits):
-        found["first_ttft_ms"] = percentiles(at_once)
+    if later:
+        found |= {"first_ttft_ms": percentiles(at_once), "next_ttft_ms": percentiles(later)}
     return found | {
         "queue_ms": round(queue * 1e3, 1),
         "prefill_ms": round(prefill * 1e3, 1),

@@ -40,11 +40,13 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int], is_last: bool = False) -> str:
         """The text that these tokens complete; with is_last, all held-back text too."""
-        if self._texts is not None and len(token_ids) == 1:
-            if len(self._window) == self._num_context:  # no character is begun
-                own = self._own_text(token_ids[0])
-                if _REPLACEMENT not in own:
-                    return own
+        is_between = len(self._window) == self._num_context  # no character is begun
+        if self._texts is not None and is_between and len(token_ids) == 1:
+            own = self._own_text(token_ids[0])
+            if _REPLACEMENT not in own:
+                if self._window:
+                    self._window, self._num_context, self._num_given = [], 0, 0
+                return own
         self._window += token_ids
         text = self._decode(self._window)
         num_new = len(self._window) - self._num_context

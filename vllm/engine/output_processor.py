@@ -83,7 +83,7 @@ class RequestState:
                     given.prompt_token_ids,
                     params.skip_special_tokens,
                     params.spaces_between_special_tokens,
-                    own_texts and own_texts[params.skip_special_tokens],
+                    None if own_texts is None else own_texts[params.skip_special_tokens],
                 )
             stops = StopTexts(params.stop_strings, params.include_stop_str_in_output)
             self.choices.append(_Choice(index, detokenizer, stops))
@@ -330,7 +330,9 @@ class OutputProcessor:
         # Text of single tokens, for logprobs; as many as the vocabulary has at most.
         self._token_texts: dict[int, str] = {}
         has_own = tokenizer is not None and has_own_texts(tokenizer)
-        self._own_texts = {True: {}, False: {}} if has_own else None
+        self._own_texts: dict[bool, dict[int, str]] | None = None
+        if has_own:
+            self._own_texts = {True: {}, False: {}}
 
     def add(self, request_id: str, given: ProcessedInput, params: SamplingParams) -> RequestState:
         state = RequestState(

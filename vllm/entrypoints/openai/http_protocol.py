@@ -56,7 +56,7 @@ class Connection:
     @classmethod
     def of(cls, send: Send) -> "Connection | None":
         """send: of the server; None where it is not uvicorn's, or the response has no chunks."""
-        cycle = getattr(send, "__self__", None)
+        cycle: Any = getattr(send, "__self__", None)
         if type(cycle).__module__ not in _CYCLES:
             return None
         scope = cycle.scope
