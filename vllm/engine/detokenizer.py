@@ -109,6 +109,8 @@ class StopTexts:
 
     def find(self, text: str, num_old: int) -> tuple[int, str] | None:
         """(length to keep, stop text) of the earliest stop that ends after text[:num_old]."""
+        if not self._stops:
+            return None
         hits = []
         for stop in self._stops:
             at = text.find(stop, max(0, num_old - len(stop) + 1))
@@ -121,7 +123,7 @@ class StopTexts:
 
     def num_safe(self, text: str) -> int:
         """Length of text that can be emitted: all but a suffix that could begin a stop text."""
-        if self._include:
+        if self._include or not self._stops:
             return len(text)
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             ending = text[-length:]

@@ -5,13 +5,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.engine_calls import EngineCalls
-from vllm.engine.input_processor import InputProcessor, Prompt, refuse_lora
+from vllm.engine.input_processor import InputProcessor, Prompt, is_quick, refuse_lora
 from vllm.engine.metrics import Metrics, SchedulerStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request_metrics import record_output, request_stats
@@ -196,10 +197,14 @@ class EngineClient(EngineCalls):
         await self._when_ready()
         self._check_open()
         self._check_priority(priority)
-        given = await asyncio.to_thread(
+        read = partial(
             self._inputs.process, request_id, prompt, sampling_params, priority, client
         )
-        self._check_open()  # again after the wait
+        if is_quick(prompt, sampling_params):
+            given = read()
+        else:
+            given = await asyncio.to_thread(read)
+            self._check_open()  # again after the wait
         if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         state = self._outputs.add(request_id, given, sampling_params)
