@@ -248,8 +248,8 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(program, name, bloc
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-block", "int4-group[32]", "w4a8[128]"])
 @pytest.mark.parametrize("block_rows", [8, 16])
 def test_rows_that_a_thread_block_multiplies_one_after_another_are_exact(program, name, block_rows):
-    """Of a chip with one multiprocessor, which holds three thread blocks; more tiles of columns than
-    are in flight, and rows that are no multiple of a thread block's."""
+    """Of a chip with one multiprocessor, which holds three thread blocks. More tiles of columns
+    than are in flight, and rows that are no multiple of a thread block's."""
     weights = [exact_linear(name, (136, 24), 2832) for _ in range(2)]
     packed = pack_experts(iter(weights), 2, by_fp8=name in W4A8)
     x, order = torch.randint(-1, 2, (9, 2832)).bfloat16(), torch.randperm(18).int()
