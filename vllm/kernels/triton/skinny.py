@@ -16,9 +16,9 @@ ROWS = 2  # of a small weight, that one program multiplies
 # Of larger ones, whose rows a program multiplies by all tokens: read from memory once.
 LARGE_ROWS, LARGE_WARPS = 4, 8
 MOST_TOKENS = 16
-# Numbers of a weight that each token may read from L2 again, 16 MiB for 16 tokens: estimated, at 4
-# TB/s that takes 4 us, as long as cuBLAS does.
-SMALL_SIZE = 1 << 19
+# Numbers of a weight that each token reads from L2 again, at most: estimated, 16 MiB for 8 tokens
+# take 4 us at 4 TB/s, and as long do 8 tokens one after another.
+SMALL_SIZE = 1 << 20
 
 
 @triton.jit
