@@ -130,6 +130,18 @@ PARTS = (
             ("35b", 120, "Qwen3.5-35B-A3B-FP8"),
         )
     ),
+    *(
+        Part(
+            f"{name}_http",
+            seconds,
+            f"benchmarks/serving/bench_http.py Qwen/{model} --out {{out}}",
+            OWN,
+        )
+        for name, seconds, model in (
+            ("8b", 180, "Qwen3-8B-FP8"),
+            ("30b", 240, "Qwen3-30B-A3B-FP8"),
+        )
+    ),
     Part("8b_start", 200, "benchmarks/serving/bench_start.py Qwen/Qwen3-8B-FP8 --out {out}"),
     Part("30b", 120, "benchmarks/serving/bench_gpu.py Qwen/Qwen3-30B-A3B-FP8 --out {out}", OWN),
     Part(

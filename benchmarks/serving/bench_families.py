@@ -177,12 +177,14 @@ def kernels_by_layer(report: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Bytes as tokens: prompts are token ids, answers any text."""
+def write_tokenizer(folder: Path, size: int = 256) -> None:
+    """Bytes as tokens, and further ones up to `size`, each a word: prompts are token ids, answers
+    any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    texts = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts += [f"Ġ{i:x}" for i in range(len(texts), size)]  # Ġ: a space
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

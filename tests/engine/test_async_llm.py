@@ -57,6 +57,34 @@ def served(checkpoint, body) -> None:
     asyncio.run(run())
 
 
+def test_what_is_told_at_once_is_not_yielded_and_all_else_is(checkpoint):
+    """tell: takes every second time, and never the end."""
+    told: list[int] = []
+    asked = 0
+
+    def tell(state: RequestState) -> bool:
+        nonlocal asked
+        asked += 1
+        news = state.take_text() if asked % 2 else None
+        told.extend([] if news is None else [news[1]])
+        return news is not None
+
+    async def body(llm: AsyncLLM) -> None:
+        params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, temperature=0,
+                                output_kind=RequestOutputKind.DELTA)  # fmt: skip
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        yielded = [output async for output in llm.generate(prompt, params, "one", tell=tell)]
+        tokens = [len(output.outputs[0].token_ids) for output in yielded]
+        assert len(told) > 5 and len(yielded) > 5 and min(told + tokens) > 0
+        assert sum(told) + sum(tokens) == 40
+        assert [output.finished for output in yielded].index(True) == len(yielded) - 1
+        expected = [output async for output in llm.generate(prompt, params, "two")]
+        ids = [token for output in expected for token in output.outputs[0].token_ids]
+        assert yielded[-1].outputs[0].token_ids == ids[-tokens[-1] :]
+
+    served(checkpoint, body)
+
+
 KINDS = (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)
 
 

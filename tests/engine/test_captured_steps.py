@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.machine import Device
 from vllm.worker import cuda_graph
-from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, prompt_shapes
+from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, prompt_shapes
 
 MAX_SEQS = 8  # graphs of 1, 2, 4 and 8
 MAX_LEN = 96
@@ -261,10 +261,16 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
     assert {s.seqs for s in shapes if s.tokens == 256} == {8, 255}
     assert {s.seqs for s in prompt_shapes(512, 4)} == {5}
     assert prompt_shapes(20, 256) == [(20, 8), (20, 19)]
-    drafts = [(8, 7), (16, 8), (16, 15)]
+    drafts = [(2, 1), (4, 3), (8, 7), (16, 8), (16, 15)]
     assert prompt_shapes(20, 256, with_drafts=True) == [*drafts, (20, 8), (20, 19)]
     assert prompt_shapes(2, 256) == [(2, 1)] and not prompt_shapes(1, 256)
     assert all(s.tokens > s.seqs for n in range(2, 700, 9) for s in prompt_shapes(n, 256))
+
+
+def test_a_shape_holds_steps_that_leave_a_request_for_padding_or_need_none():
+    shape = PromptShape(8, 4)
+    assert all(shape.holds(*step) for step in [(8, 4), (8, 3), (5, 3), (2, 1)])
+    assert not any(shape.holds(*step) for step in [(7, 4), (9, 3), (8, 5), (9, 4)])
 
 
 def test_a_step_begins_with_the_longest_requests_and_fills_up_with_empty_ones(checkpoint):

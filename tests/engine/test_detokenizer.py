@@ -7,7 +7,7 @@ from tiny_models import CORPUS, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from vllm.engine.detokenizer import Detokenizer, StopTexts, decoder
+from vllm.engine.detokenizer import Detokenizer, StopTexts, decoder, has_own_texts
 
 TOKENIZER = make_tokenizer()
 TEXTS = st.text(
@@ -19,8 +19,13 @@ TEXTS = st.text(
 )
 
 
-def pieces(prompt: list[int], tokens: list[int], sizes: list[int]) -> list[str]:
-    detokenizer = Detokenizer(TOKENIZER, prompt, True, True)
+OWN_TEXTS: dict[int, str] = {}  # of TOKENIZER, shared by all tests as by all requests
+
+
+def pieces(
+    prompt: list[int], tokens: list[int], sizes: list[int], texts: dict[int, str] | None = OWN_TEXTS
+) -> list[str]:
+    detokenizer = Detokenizer(TOKENIZER, prompt, True, True, texts)
     result, start = [], 0
     while start < len(tokens):
         size = sizes[len(result) % len(sizes)]
@@ -37,6 +42,18 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(text, prompt, sizes):
     parts = pieces(TOKENIZER(prompt).input_ids, tokens, sizes)
     assert "".join(parts) == text
     assert not any("�" in part for part in parts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=30),
+    prompt=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=8),
+    sizes=st.lists(st.integers(1, 2), min_size=1, max_size=3),
+)
+def test_pieces_are_the_same_where_texts_of_tokens_are_kept(tokens, prompt, sizes):
+    """Of any tokens: bytes that are no characters, special ones, and some that no text has."""
+    assert has_own_texts(TOKENIZER)
+    assert pieces(prompt, tokens, sizes) == pieces(prompt, tokens, sizes, None)
 
 
 def test_a_character_of_several_tokens_comes_with_its_last_one():
@@ -135,6 +152,6 @@ def test_a_first_word_keeps_its_space():
     words = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1}, unk_token="▁one"))
     words.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    assert tokenizer.decode([0, 1]) == "one two"
+    assert tokenizer.decode([0, 1]) == "one two" and not has_own_texts(tokenizer)
     detokenizer = Detokenizer(tokenizer, [0], True, True)
     assert [detokenizer.add([1]), detokenizer.add([0])] == [" two", " one"]

@@ -59,8 +59,8 @@ class Proposed:
         self._drafter.propose = self
         self.found: list[tuple[list[int], list[int]]] = []
 
-    def __call__(self, *given):
-        batch, proposals = self._drafter.batch, self._propose(*given)
+    def __call__(self, *given, **named):
+        batch, proposals = self._drafter.batch, self._propose(*given, **named)
         for request_id, draft in proposals.drafts.items():
             row = batch.row_of[request_id]
             self.found.append((batch.token_ids[row, : batch.num_tokens[row]].tolist(), draft))

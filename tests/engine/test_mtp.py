@@ -16,10 +16,12 @@ from tests.engine.test_draft_model import Proposed, explained, greedy, prompts
 from tests.engine.test_speculation import Counts, ask, run, sampling
 from vllm import LLM, EngineArgs
 from vllm.core import speculation
+from vllm.core.request import EngineRequest
 from vllm.errors import CheckpointError, ConfigError
 from vllm.executor.uniproc import UniprocExecutor
 from vllm.utils.dataclasses import replace
 from vllm.utils.fp8 import per_block_cast_to_fp8
+from vllm.worker.async_output import AsyncModelRunnerOutput
 from vllm.worker.block_table import BlockTable, TableLayout
 from vllm.worker.step_inputs import StepInputs
 
@@ -57,6 +59,17 @@ def assert_alike(name: str, found: list, wanted: list) -> None:
 
 
 class Drafted(Proposed):
+    """Of a drafter that follows every step."""
+
+    def __init__(self, llm: LLM):
+        self._drafter = llm.llm_engine.core.runner._drafter
+        self._follow, self._drafter.follow = self._drafter.follow, self.follow
+        self.found = []
+
+    def follow(self, *given):
+        self._propose = self._follow(*given)
+        return self
+
     def check(self, reference) -> None:
         """Against what `reference` drafts after the same tokens."""
         assert len(self.found) > 3
@@ -153,6 +166,83 @@ def test_steps_that_overlap_and_are_captured_take_drafts(with_mtp, monkeypatch, 
     # Without switching, the last token of a request alone has no draft.
     assert (sum(graphs.num_replays.values()) > 9) == is_switching
     drafted.check(Reference(folder))
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_drafts_are_made_before_the_tokens_of_the_step_are_read(with_mtp, monkeypatch, is_planned):
+    """Whether kernels take positions from the device, or the host plans attention: it waits for how
+    many tokens are accepted then, and no more."""
+    folder = with_mtp("glm4_moe")
+    llm = load(folder, async_scheduling=True, **MTP)
+    drafter, places = llm.llm_engine.core.runner._drafter, []
+    drafter._is_planned = is_planned
+    reading = []
+
+    def result(output):
+        reading.append(output)
+        try:
+            return own_result(output)
+        finally:
+            reading.pop()
+
+    def draft(*given):
+        places.append(bool(reading))
+        return own_draft(*given)
+
+    own_result, own_draft = AsyncModelRunnerOutput.result, drafter.draft
+    monkeypatch.setattr(AsyncModelRunnerOutput, "result", result)
+    monkeypatch.setattr(drafter, "draft", draft)
+    drafted = Drafted(llm)
+    params = [sampling(seed=i, allowed_token_ids=None, temperature=0.3) for i in range(4)]
+    found = ask(llm, prompts(4), params)
+    assert len(places) > 10 and not any(places)
+    counts = Counts(llm)
+    assert counts.num_accepted > 0 and counts.num_rejected > 0
+    assert found == ask(load(folder, async_scheduling=False), prompts(4), params)
+    drafted.check(Reference(folder))
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_requests_end_where_the_context_does(with_mtp, room):
+    """Drafts that would pass the last position are cut."""
+    folder, length = with_mtp("glm4_moe"), 16 + room
+    options = OPTIONS | {"max_model_len": 48}
+    given = [{"prompt_token_ids": [5 + i] * (length + i)} for i in range(3)]
+    params = sampling(max_tokens=None, allowed_token_ids=None, temperature=0.3)
+    plain, _ = run(folder, given, params, **options)
+    llm = LLM(folder, **options, **MTP)
+    drafted = Drafted(llm)
+    assert ask(llm, given, params) == plain
+    assert {len(one[0]) + len(p["prompt_token_ids"]) for one, p in zip(plain, given)} == {48}
+    assert Counts(llm).num_accepted > 0
+    assert max(len(known) + len(draft) for known, draft in drafted.found) <= 48
+    drafted.check(Reference(folder))
+
+
+def test_a_prompt_as_long_as_the_context_is_scored_beside_drafts(with_mtp):
+    folder, options = with_mtp("glm4_moe"), OPTIONS | {"max_model_len": 48}
+    given = [{"prompt_token_ids": [5] * 12}, {"prompt_token_ids": [*range(10, 58)]}]
+    params = [greedy(30), greedy(0, prompt_logprobs=1)]
+    plain = LLM(folder, **options).llm_engine.core
+    core = LLM(folder, **options, **MTP).llm_engine.core
+
+    def outputs(core) -> list:
+        """The second request arrives while the first one has drafts."""
+        found, num_steps = [], 0
+        for place, (prompt, own) in enumerate(zip(given, params)):
+            tokens = prompt["prompt_token_ids"]
+            core.add(EngineRequest(str(place), tokens, own, 1, [], own.max_tokens))
+            while core.has_work and (place or num_steps < 4):
+                found += core.step()
+                num_steps += 1
+        joined = {"0": [], "1": []}
+        for output in found:
+            joined[output.request_id] += output.token_ids
+        scores = [o.prompt_logprobs for o in found if o.prompt_logprobs]
+        return [joined, scores]
+
+    assert outputs(core) == outputs(plain)
+    assert core.stats().num_drafts > 10
 
 
 @pytest.mark.slow

@@ -107,3 +107,39 @@ def test_a_request_that_is_answered_whole_is_due_at_its_end():
 def test_an_interval_of_no_tokens_is_refused(interval):
     with pytest.raises(ConfigError, match=f"--stream-interval {interval} is out of range"):
         SchedulerConfig(stream_interval=interval)
+
+
+def test_text_alone_is_taken_as_an_output_would_tell_it(tokenizer):
+    """In turns with outputs, and from the end on by outputs alone."""
+    params = SamplingParams(stop=["fox"], output_kind=RequestOutputKind.DELTA)
+    ids = tokenizer("quick brown 🦜 fo, fix it").input_ids
+    outputs = OutputProcessor(tokenizer)
+    one, other = (
+        outputs.add(name, ProcessedInput(None, [1], []), params) for name in ("one", "other")
+    )
+    for place, token in enumerate(ids):
+        is_last = place == len(ids) - 1
+        reason = FinishReason.LENGTH if is_last else None
+        outputs.process(
+            [EngineOutput(f"{name}#0", [token], finish_reason=reason) for name in ("one", "other")]
+        )
+        assert one.is_due and other.is_due
+        expected = one.take().outputs[0]
+        if is_last:
+            assert other.take_text() is None and other.is_due
+        if is_last or place % 3 == 0:
+            found = other.take().outputs[0]
+            assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        else:
+            assert other.take_text() == (expected.text, 1)
+            assert not other.is_due and other.take() is None
+    assert expected.finish_reason == "length"
+
+
+def test_text_of_a_failed_request_is_not_taken(tokenizer):
+    outputs = OutputProcessor(tokenizer)
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    state = outputs.add("a", ProcessedInput(None, [1], []), params)
+    outputs.process([EngineOutput("a#0", tokenizer("fox").input_ids)])
+    outputs.process([EngineOutput("a#0", [], error="broken")])
+    assert state.take_text() is None and state.error is not None

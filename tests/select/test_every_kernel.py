@@ -42,7 +42,6 @@ ONLY_BY_WISH = {
     ("linear", "flashinfer-trtllm", "nvfp4"),
     ("linear", "emulation", "fp8-block"),
     ("linear", "emulation-ue8m0", "fp8-block"),
-    ("moe", "triton-rows", "fp8-channel"),
 }
 
 

@@ -8,8 +8,11 @@ from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig, check_parallel
 from vllm.config.speculative import EAGLE3, MTP, SpeculativeConfig, draft_error
 from vllm.errors import CheckpointError, ConfigError
+from vllm.logger import get_logger
 from vllm.machine import Device
 from vllm.utils.dataclasses import replace
+
+logger = get_logger(__name__)
 
 
 def with_drafts(
@@ -21,6 +24,11 @@ def with_drafts(
     if given is None:
         return model, None
     config = SpeculativeConfig.of(given)
+    if config.acceptance_rate is not None:
+        logger.warning(
+            "--speculative-config: rejection_sample_method synthetic accepts draft tokens by lot, "
+            "for measurements: answers are NOT those of the model. Leave it out to serve users"
+        )
     if not config.has_model:
         return model, config
     _check_parallel(config.method, parallel)

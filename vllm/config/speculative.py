@@ -11,6 +11,9 @@ SPECULATIVE_METHODS = "ngram", "draft_model", "mtp", "eagle3"
 NGRAM, DRAFT_MODEL, MTP, EAGLE3 = SPECULATIVE_METHODS
 # Names of mtp that upstream has for single families.
 _MTP_NAMES = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+REJECTION_METHODS = STRICT, SYNTHETIC = "strict", "synthetic"
+# Names of upstream's for methods that give the distribution of the model, as strict does.
+_EXACT_METHODS = ("standard", "probabilistic")
 # Draft tokens of a request and step, at most; and by method, where the user sets no number: those
 # of a model cost a pass of it each.
 MOST_DRAFT_TOKENS = 32
@@ -22,7 +25,8 @@ DRAFT_PREFIX = "draft."
 _MOST_LOOKUP = 64
 _DEFAULT_LOOKUP = 2, 5
 
-_COMMON_KEYS = ("method", "num_speculative_tokens", "disable_by_batch_size")
+_COMMON_KEYS = ("method", "num_speculative_tokens", "disable_by_batch_size",
+                "rejection_sample_method", "synthetic_acceptance_rate")  # fmt: skip
 _OWN_KEYS = {
     NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
     DRAFT_MODEL: ("model",),
@@ -43,7 +47,8 @@ class SpeculativeConfig:
     step, at most. prompt_lookup_min, prompt_lookup_max: lengths of the n-grams that ngram looks up.
     disable_by_batch_size: with more requests than this, none drafts; None for no limit. model:
     folder or hub name of what drafts with draft_model or eagle3; draft_model_config: what its files
-    say.
+    say. acceptance_rate: the mean share of draft tokens that are accepted by lot, for measurements,
+    0 to 1; None where the model decides which are.
     """
 
     method: str = NGRAM
@@ -53,6 +58,7 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = None
     model: str = ""
     draft_model_config: ModelConfig | None = None
+    acceptance_rate: float | None = None
 
     @property
     def has_model(self) -> bool:
@@ -80,6 +86,7 @@ class SpeculativeConfig:
                 None if limit is None else _number("disable_by_batch_size", limit, 1 << 20)
             ),
             model=_model(given, method) if method in _MODELS else "",
+            acceptance_rate=_acceptance_rate(given),
         )
 
 
@@ -123,6 +130,31 @@ def _model(given: Mapping[str, Any], method: str) -> str:
             f"model {model!r}: method {method} takes the folder or hub name of {_MODELS[method]}"
         )
     return model
+
+
+def _acceptance_rate(given: Mapping[str, Any]) -> float | None:
+    """None for strict verification."""
+    method = given.get("rejection_sample_method", STRICT)
+    rate = given.get("synthetic_acceptance_rate")
+    if method not in (*REJECTION_METHODS, *_EXACT_METHODS):
+        meant = did_you_mean(str(method), REJECTION_METHODS)
+        raise draft_error(
+            f"rejection_sample_method {method!r} is unknown{meant}; it takes "
+            f"{', '.join(REJECTION_METHODS)}"
+        )
+    if method != SYNTHETIC:
+        if rate is not None:
+            raise draft_error(
+                f"synthetic_acceptance_rate {rate!r} belongs to rejection_sample_method "
+                f"{SYNTHETIC}, and the method is {method}: leave it out, or give that method"
+            )
+        return None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise draft_error(
+            f"synthetic_acceptance_rate {rate!r}: rejection_sample_method {SYNTHETIC} takes a "
+            f"share of the draft tokens from 0 to 1, as 0.7"
+        )
+    return float(rate)
 
 
 def _lookup(given: Mapping[str, Any]) -> tuple[int, int]:

@@ -124,12 +124,14 @@ class Speculation:
     """The engine's choices about draft tokens, and what it counts of them.
 
     A request's draft is twice as long after one that was accepted whole, and else one token longer
-    than what was accepted. num_drafts, num_draft_tokens: since `take_counts`; accepted_at: accepted
-    tokens by their position in the draft, from 0 on.
+    than what was accepted. With synthetic acceptance drafts are measured: all are as long as they
+    may be, whether they pay or not. num_drafts, num_draft_tokens: since `take_counts`; accepted_at:
+    accepted tokens by their position in the draft, from 0 on.
     """
 
     def __init__(self, config: SpeculativeConfig):
         self._config = config
+        self._is_measured = config.acceptance_rate is not None
         self._lengths: dict[str, int] = {}
         self._trials: dict[int, DraftTrials] = {}
         self._last_end: float | None = None
@@ -144,15 +146,17 @@ class Speculation:
         limit = self._config.disable_by_batch_size
         if num_running == 0 or (limit is not None and num_running > limit):
             return 0
+        most = self._config.num_speculative_tokens
+        if self._is_measured:
+            return most
         if not self._trials_at(num_running).is_on:
             return 0
-        most = self._config.num_speculative_tokens
         return max(map(self.length, request_ids), default=most) if self._config.has_model else most
 
     def length(self, request_id: str) -> int:
         """Tokens of the next draft of a request, at most."""
         most = self._config.num_speculative_tokens
-        return self._lengths.get(request_id, min(_FIRST_DRAFT, most))
+        return self._lengths.get(request_id, most if self._is_measured else min(_FIRST_DRAFT, most))
 
     def forget(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)
@@ -200,6 +204,8 @@ class Speculation:
         self.num_drafts += 1
         self.num_draft_tokens += num_tokens
         self.accepted_at.update(range(num_accepted))
+        if self._is_measured:
+            return
         is_whole = num_accepted == num_tokens
         length = max(self.length(request_id), num_tokens) * 2 if is_whole else num_accepted + 1
         self._lengths[request_id] = min(length, self._config.num_speculative_tokens)

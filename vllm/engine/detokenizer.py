@@ -14,7 +14,11 @@ _REPLACEMENT = "\ufffd"
 
 class Detokenizer:
     """Text of a growing token list; the joined pieces equal the text of the whole list. The last
-    tokens are decoded again with each new one: a character may need several tokens."""
+    tokens are decoded again with each new one: a character may need several tokens.
+
+    texts: of tokens by themselves, filled here and shared by requests of one tokenizer and
+    `skip_special`; None where a token's text depends on those before it (`has_own_texts`).
+    """
 
     def __init__(
         self,
@@ -22,7 +26,9 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
         skip_special: bool,
         spaces_between_special: bool,
+        texts: dict[int, str] | None = None,
     ):
+        self._texts = texts
         self._decode = decoder(tokenizer, skip_special, spaces_between_special)
         self._move_to(list(prompt_token_ids[-_CONTEXT:]))
 
@@ -34,6 +40,13 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int], is_last: bool = False) -> str:
         """The text that these tokens complete; with is_last, all held-back text too."""
+        is_between = len(self._window) == self._num_context  # no character is begun
+        if self._texts is not None and is_between and len(token_ids) == 1:
+            own = self._own_text(token_ids[0])
+            if _REPLACEMENT not in own:
+                if self._window:
+                    self._window, self._num_context, self._num_given = [], 0, 0
+                return own
         self._window += token_ids
         text = self._decode(self._window)
         num_new = len(self._window) - self._num_context
@@ -45,25 +58,45 @@ class Detokenizer:
             self._move_to(self._window[self._num_context :])
         return piece
 
+    def _own_text(self, token: int) -> str:
+        assert self._texts is not None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._decode([token])
+        return text
+
+
+def has_own_texts(tokenizer: Any) -> bool:
+    """Whether the text of tokens is that of each, joined, but for characters of several tokens: of
+    byte-level vocabularies."""
+    rust = _plain_rust(tokenizer)
+    return rust is not None and type(rust.decoder).__name__ == "ByteLevel"
+
 
 def decoder(
     tokenizer: Any, skip_special: bool, spaces_between_special: bool
 ) -> Callable[[list[int]], str]:
     """Token ids to text. The Rust tokenizer is called directly where transformers adds nothing to
     it but checks, which take five times as long as decoding two tokens."""
-    kind = type(tokenizer)
-    is_plain = all(
-        method.__module__.startswith("transformers.tokenization_utils")
-        for method in (kind.decode, getattr(kind, "_decode", kind.decode))
-    )
-    rust = getattr(tokenizer, "backend_tokenizer", None)
-    if rust is None or not is_plain or tokenizer.clean_up_tokenization_spaces:
+    rust = _plain_rust(tokenizer)
+    if rust is None:
         return partial(
             tokenizer.decode,
             skip_special_tokens=skip_special,
             spaces_between_special_tokens=spaces_between_special,
         )
     return partial(rust.decode, skip_special_tokens=skip_special)
+
+
+def _plain_rust(tokenizer: Any) -> Any:
+    """The tokenizer of the library `tokenizers`; None where transformers adds to its texts."""
+    kind = type(tokenizer)
+    is_plain = all(
+        method.__module__.startswith("transformers.tokenization_utils")
+        for method in (kind.decode, getattr(kind, "_decode", kind.decode))
+    )
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    return rust if is_plain and rust and not tokenizer.clean_up_tokenization_spaces else None
 
 
 class StopTexts:
@@ -76,6 +109,8 @@ class StopTexts:
 
     def find(self, text: str, num_old: int) -> tuple[int, str] | None:
         """(length to keep, stop text) of the earliest stop that ends after text[:num_old]."""
+        if not self._stops:
+            return None
         hits = []
         for stop in self._stops:
             at = text.find(stop, max(0, num_old - len(stop) + 1))
@@ -88,7 +123,7 @@ class StopTexts:
 
     def num_safe(self, text: str) -> int:
         """Length of text that can be emitted: all but a suffix that could begin a stop text."""
-        if self._include:
+        if self._include or not self._stops:
             return len(text)
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             ending = text[-length:]

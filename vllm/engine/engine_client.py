@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.core.request import EngineRequest
 from vllm.engine import process
 from vllm.engine.engine_calls import EngineCalls
-from vllm.engine.input_processor import InputProcessor, Prompt, refuse_lora
+from vllm.engine.input_processor import InputProcessor, Prompt, is_quick, refuse_lora
 from vllm.engine.metrics import Metrics, SchedulerStats
 from vllm.engine.output_processor import OutputProcessor, RequestState
 from vllm.engine.request_metrics import record_output, request_stats
@@ -43,7 +44,8 @@ class EngineLink(Protocol):
 class InFlightRequest:
     """A request whose caller waits. unsent: what the engine gets of it, while none of its steps has
     begun: another engine may take it. is_resent: to a second engine. error: why it ends early.
-    trace: None where none is sent. updated: set when its state changes."""
+    trace: None where none is sent. updated: set when its state changes. is_idle: whether its caller
+    has all of the outputs before and waits for the next. tell: see `generate`."""
 
     state: RequestState
     engine: EngineLink
@@ -52,6 +54,13 @@ class InFlightRequest:
     error: EngineDeadError | None = None
     trace: RequestTrace | None = None
     updated: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: bool = False
+    tell: Callable[[RequestState], bool] | None = None
+
+    def wake(self) -> None:
+        """There is something new to tell."""
+        if not (self.is_idle and self.tell is not None and self.tell(self.state)):
+            self.updated.set()
 
     def begin(self) -> None:
         """Its first step is about to be computed, or was."""
@@ -176,30 +185,39 @@ class EngineClient(EngineCalls):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         client: str = "",
+        tell: Callable[[RequestState], bool] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields outputs of `sampling_params.output_kind`, merged for a slow consumer; the last one
         is finished. trace_headers: `traceparent` and `tracestate` of the span that the request is a
         part of. priority: lower is earlier, with --scheduling-policy priority. client: who asks;
-        clients share the places equally. Raises RequestError or EngineDeadError."""
+        clients share the places equally. tell: takes what is new while the caller waits for it, in
+        the moment when it arrives; where it returns False, having taken nothing, the generator
+        yields it. Raises RequestError or EngineDeadError."""
         refuse_lora(lora_request)
         await self._when_ready()
         self._check_open()
         self._check_priority(priority)
-        given = await asyncio.to_thread(
+        read = partial(
             self._inputs.process, request_id, prompt, sampling_params, priority, client
         )
-        self._check_open()  # again after the wait
+        if is_quick(prompt, sampling_params):
+            given = read()
+        else:
+            given = await asyncio.to_thread(read)
+            self._check_open()  # again after the wait
         if request_id in self._in_flight:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         state = self._outputs.add(request_id, given, sampling_params)
-        in_flight = InFlightRequest(state, self._engines[0], given.requests)
+        in_flight = InFlightRequest(state, self._engines[0], given.requests, tell=tell)
         if self.tracer is not None:
             in_flight.trace = RequestTrace.of_current(trace_headers or {})
         self._in_flight[request_id] = in_flight
         self._dispatch(in_flight)
         try:
             while True:
+                in_flight.is_idle = True
                 await in_flight.updated.wait()
+                in_flight.is_idle = False
                 in_flight.updated.clear()
                 if in_flight.state.has_unread_prompt:
                     await aside(in_flight.state.read_prompt)
@@ -284,7 +302,7 @@ class EngineClient(EngineCalls):
             if in_flight.unsent:
                 in_flight.begin()
             if state.is_due:
-                in_flight.updated.set()
+                in_flight.wake()
         metrics.record_generated(sum(len(output.token_ids) for _, output in changed))
 
     def num_unfinished(self, rank: int) -> int:

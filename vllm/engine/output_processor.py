@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.core.outputs import EngineOutput, TokenLogprobs
 from vllm.core.request import FinishReason
-from vllm.engine.detokenizer import Detokenizer, StopTexts
+from vllm.engine.detokenizer import Detokenizer, StopTexts, has_own_texts
 from vllm.engine.input_processor import ProcessedInput
 from vllm.errors import NoMemoryError, NumericsError, RequestError
 from vllm.outputs import (
@@ -52,7 +52,10 @@ class RequestState:
         tokenizer: Any,
         token_texts: dict[int, str],
         stream_interval: int,
+        own_texts: dict[bool, dict[int, str]] | None,
     ):
+        """token_texts: of tokens with log-probabilities. own_texts: see `Detokenizer`, by whether
+        special tokens are skipped."""
         self.request_id = request_id
         self.params = params
         self.prompt = given.prompt
@@ -80,6 +83,7 @@ class RequestState:
                     given.prompt_token_ids,
                     params.skip_special_tokens,
                     params.spaces_between_special_tokens,
+                    None if own_texts is None else own_texts[params.skip_special_tokens],
                 )
             stops = StopTexts(params.stop_strings, params.include_stop_str_in_output)
             self.choices.append(_Choice(index, detokenizer, stops))
@@ -222,6 +226,18 @@ class RequestState:
             metrics=self.times,
         )
 
+    def take_text(self) -> tuple[str, int] | None:
+        """As `take` for a request with one choice, of which deltas without log-probabilities are
+        asked for: the new text and its number of tokens, without objects made for them. None where
+        there is something else to tell, an end or an error; nothing is taken then."""
+        choice = self.choices[0]
+        if choice.finish_reason is not None or self.error is not None or self.has_unread_prompt:
+            return None
+        self._num_untold, self._num_due = 0.0, self._interval
+        first, first_char = choice.num_given, choice.num_given_chars
+        choice.num_given, choice.num_given_chars = len(choice.token_ids), _num_safe_chars(choice)
+        return choice.text[first_char : choice.num_given_chars], choice.num_given - first
+
     def _completion(self, choice: _Choice, is_delta: bool) -> CompletionOutput:
         first, first_char = (choice.num_given, choice.num_given_chars) if is_delta else (0, 0)
         last_char = _num_safe_chars(choice)
@@ -313,11 +329,16 @@ class OutputProcessor:
         self.states: dict[str, RequestState | PoolingState] = {}
         # Text of single tokens, for logprobs; as many as the vocabulary has at most.
         self._token_texts: dict[int, str] = {}
+        has_own = tokenizer is not None and has_own_texts(tokenizer)
+        self._own_texts: dict[bool, dict[int, str]] | None = None
+        if has_own:
+            self._own_texts = {True: {}, False: {}}
 
     def add(self, request_id: str, given: ProcessedInput, params: SamplingParams) -> RequestState:
         state = RequestState(
-            request_id, given, params, self.tokenizer, self._token_texts, self._stream_interval
-        )
+            request_id, given, params, self.tokenizer, self._token_texts, self._stream_interval,
+            self._own_texts,
+        )  # fmt: skip
         self.states[request_id] = state
         return state
 

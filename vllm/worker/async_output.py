@@ -43,6 +43,22 @@ class AsyncModelRunnerOutput:
     timeout_s: float | None = None
     catch_up_seconds: float = 0.0
 
+    @classmethod
+    def without_tokens(
+        cls,
+        batch: InputBatch,
+        rows: StepRows,
+        prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None,
+        pooled: dict[str, list[float]] | None = None,
+        catch_up_seconds: float = 0.0,
+    ) -> "AsyncModelRunnerOutput":
+        """Of a step that samples nothing."""
+        places, tokens = np.empty(0, np.int64), torch.empty(0, dtype=torch.int64, device="cpu")
+        return cls(
+            batch, [], places, tokens, None, {}, prompt_logprobs or {}, pooled or {}, rows,
+            catch_up_seconds=catch_up_seconds,
+        )  # fmt: skip
+
     def result(self) -> ModelRunnerOutput:
         """Waits for the step. To be called once, in the order of the steps."""
         if self.copied is not None:

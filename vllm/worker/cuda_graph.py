@@ -15,17 +15,23 @@ logger = get_logger(__name__)
 
 _WARM_UP_RUNS = 2
 _FEW_SEQS = 8  # requests in the smaller of the two prompt graphs of a size
-_DRAFT_TOKENS = 8, 16  # sizes below those of prompts
+_DRAFT_TOKENS = 2, 4, 8, 16  # sizes below those of prompts
 
 Shape = TypeVar("Shape", int, "PromptShape")
 
 
 class PromptShape(NamedTuple):
-    """Tokens and requests of a prompt graph; the last request is padding. There are more tokens
-    than requests: that is how kernels tell such a step from a decode step."""
+    """Tokens and requests of a prompt graph; the last request is padding, unless a step fits
+    exactly. There are more tokens than requests: that is how kernels tell such a step from a decode
+    step."""
 
     tokens: int
     seqs: int
+
+    def holds(self, tokens: int, seqs: int) -> bool:
+        """Whether so many tokens of so many requests fit, with padding or without any."""
+        has_padding = self.seqs > seqs and self.tokens >= tokens
+        return has_padding or (self.tokens, self.seqs) == (tokens, seqs)
 
 
 def bucket_sizes(max_batch: int) -> list[int]:

@@ -87,18 +87,21 @@ class ModelDrafter(GreedyDrafter):
     def propose(self, request_ids: Sequence[str], most: int, step: StepTokens) -> Proposals:
         if not most:
             return Proposals({})
-        begin = time.perf_counter()
-        rows, limits = self.chosen(request_ids, most)
-        behind, counts, starts = self._behind(rows)
+        begin, batch = time.perf_counter(), self.batch
+        known = [batch.row_of[i] for i in request_ids if i in batch.row_of]
+        asked = np.array([row for row in known if not batch.wants_pooling[row]], np.int64)
+        chosen = self.chosen(asked, batch.num_tokens[asked], most)
+        behind, counts, starts = self._behind(chosen.rows)
         if not len(behind):
             return Proposals({})
-        last = np.full(len(self.batch.requests), -1)
+        last = np.full(len(batch.requests), -1)
         last[behind] = np.cumsum(counts) - 1
-        reached = np.zeros(len(self.batch.requests), np.int64)
+        reached = np.zeros(len(batch.requests), np.int64)
         reached[behind] = starts + counts
-        is_ready = reached[rows] == self.batch.num_tokens[rows]
-        rows, limits = rows[is_ready], limits[is_ready]
-        with self.with_scratch(rows, limits):
+        chosen = chosen.only(reached[chosen.rows] == batch.num_tokens[chosen.rows])
+        rows, limits, drafts = chosen.rows, chosen.limits, {}
+        first = batch.num_tokens[rows] - 1
+        with self.with_scratch(rows, first + limits):
             read = last[rows] if len(rows) else last[behind[-1:]]
             hidden = self.model(self.inputs.fill(self.rows, behind, counts, starts, read))
             self._note(behind, starts, reached[behind])
@@ -107,7 +110,11 @@ class ModelDrafter(GreedyDrafter):
             if share and hidden.is_cuda:
                 torch.cuda.synchronize()
             seconds = share * (time.perf_counter() - begin)
-            return Proposals(self.draft(rows, limits, hidden) if len(rows) else {}, seconds)
+            if len(rows):
+                tokens = torch.cat(self.draft(chosen, hidden, first)).tolist()
+                ids = [batch.requests[row].request_id for row in rows]
+                drafts = self.by_request(ids, tokens, limits)
+        return Proposals(drafts, seconds)
 
     def _behind(self, drafting: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows with tokens to compute, how many of each in this step, and from where on. drafting:

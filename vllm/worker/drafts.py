@@ -1,9 +1,10 @@
 """What proposes draft tokens after a step, and what those of models have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,10 @@ from vllm.config.speculative import STEP_DRAFT_TOKENS
 from vllm.core.request import Request
 from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.models.decoder import CausalLM
+from vllm.ops.paged_attention import AttentionBatch, HostBatch
 from vllm.worker.block_table import BlockTable
 from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_buffers import to_device
 from vllm.worker.step_inputs import StepInputs
 
 
@@ -31,6 +34,22 @@ class StepTokens(NamedTuple):
     hidden: Tensor | None = None
 
 
+class NewTokens(NamedTuple):
+    """What a step sampled for `rows` of the batch, of which it verified `num_drafts` draft tokens,
+    both int64 [R]. num_accepted: int64 [R] of these, None where there are no drafts. last: int64
+    [R], the token after them. Both may be on the device alone."""
+
+    rows: np.ndarray
+    num_drafts: np.ndarray
+    num_accepted: Tensor | None
+    last: Tensor
+
+    def only(self, is_kept: np.ndarray) -> "NewTokens":
+        kept = to_device(np.flatnonzero(is_kept), self.last.device)
+        accepted = None if self.num_accepted is None else self.num_accepted[kept]
+        return NewTokens(self.rows[is_kept], self.num_drafts[is_kept], accepted, self.last[kept])
+
+
 class Proposals(NamedTuple):
     """drafts: by request. catch_up_seconds: of the time for them, what tokens took that the drafter
     had not seen after the steps before, as of a prompt."""
@@ -39,19 +58,27 @@ class Proposals(NamedTuple):
     catch_up_seconds: float = 0.0
 
 
+Ready = Callable[[Sequence[str]], Proposals]
+"""Drafts of these requests, once the tokens before them are in the batch."""
+
+
+def no_proposals(request_ids: Sequence[str]) -> Proposals:
+    return Proposals({})
+
+
 class Drafter:
-    """Proposes nothing. reads_hidden: of all tokens of every step, also of steps after which it
-    proposes nothing."""
+    """Proposes nothing. reads_hidden: of all tokens of every step."""
 
     reads_hidden = False
+
+    def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
+        """After a step that may still run on the device: what gives up to `most` draft tokens for
+        each request with new ones. A drafter that can launches all of that here."""
+        return partial(self.propose, most=most, step=step)
 
     def propose(self, request_ids: Sequence[str], most: int, step: StepTokens) -> Proposals:
         """Up to `most` tokens for each of these requests, whose tokens are all known."""
         return Proposals({})
-
-    def follow(self, step: StepTokens, rows: np.ndarray, tokens: Tensor) -> None:
-        """A step after which nothing is proposed, and whose new tokens, int64 [rows], may be on the
-        device alone."""
 
     def add(self, request: Request, num_computed: int) -> None:
         """A request of the batch, with its first blocks."""
@@ -71,6 +98,18 @@ class _Rows:
     tables: list[BlockTable]
     sampled_at: np.ndarray
     state_slots: np.ndarray
+
+
+class Chosen(NamedTuple):
+    """Who drafts, and how many tokens each, most first; int64 [n]. order: which of those asked for
+    they are."""
+
+    order: np.ndarray
+    rows: np.ndarray
+    limits: np.ndarray
+
+    def only(self, is_kept: np.ndarray) -> "Chosen":
+        return Chosen(*(values[is_kept] for values in self))
 
 
 class GreedyDrafter(Drafter, ABC):
@@ -95,16 +134,14 @@ class GreedyDrafter(Drafter, ABC):
         device: torch.device,
     ):
         """num_blocks: of requests. max_len: of a request, in tokens."""
-        self.model, self.batch, self._max_len = model, batch, max_len
+        self.model, self.batch, self._max_len, self.device = model, batch, max_len, device
         scheduler = config.scheduler_config
         self._scratch = np.arange(num_blocks, num_blocks + config.num_draft_blocks)
-        self.inputs = StepInputs(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            batch.max_blocks,
-            batch.block_size,
-            device,
-        )
+        pages, most = (batch.max_blocks, batch.block_size), scheduler.max_num_seqs
+        num_tokens = scheduler.max_num_batched_tokens
+        self.inputs = StepInputs(num_tokens, most, *pages, device, for_graphs=False)
+        # Of one token for each request: filling in waits for what was filled in before.
+        self._next_inputs = StepInputs(most, most, *pages, device, for_graphs=False)
         self.rows = _Rows(
             batch.token_ids[:, self.ahead :],
             batch.tables,
@@ -117,33 +154,29 @@ class GreedyDrafter(Drafter, ABC):
         """[S, hidden size] that `likeliest` takes. hidden: what it gave for the tokens before,
         or the model."""
 
-    def chosen(self, request_ids: Sequence[str], most: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of those that draft, and how many tokens each, most first."""
-        batch = self.batch
-        known = [batch.row_of[i] for i in request_ids if most and i in batch.row_of]
-        rows = np.array([row for row in known if not batch.wants_pooling[row]], np.int64)
-        rows = rows[:STEP_DRAFT_TOKENS]
-        if not len(rows):
-            return rows, rows
-        longest = [batch.num_prompt[row] + batch.requests[row].max_tokens for row in rows]
-        num_tokens = batch.num_tokens[rows]
-        limits = np.minimum(np.array(longest, np.int64) - 1, self._max_len) - num_tokens
-        limits = np.minimum(limits, min(most, STEP_DRAFT_TOKENS // len(rows)))
+    def chosen(self, rows: np.ndarray, num_tokens: np.ndarray, most: int) -> Chosen:
+        """Of `rows` with so many tokens."""
+        rows, num_tokens = rows[:STEP_DRAFT_TOKENS], num_tokens[:STEP_DRAFT_TOKENS]
+        limits = self._left(rows, num_tokens)
+        limits = np.minimum(limits, min(most, STEP_DRAFT_TOKENS // max(1, len(rows))))
         order = np.argsort(-limits, kind="stable")
         order = order[limits[order] > 0]
-        return rows[order], limits[order]
+        return Chosen(order, rows[order], limits[order])
 
-    def _first(self, rows: np.ndarray) -> np.ndarray:
-        """The positions at which the first token of each draft is computed."""
-        first: np.ndarray = self.batch.num_tokens[rows] - 1 - self.ahead
-        return first
+    def _left(self, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Draft tokens that are of use after so many tokens, by the ends of the requests."""
+        batch = self.batch
+        longest = [batch.num_prompt[row] + batch.requests[row].max_tokens for row in rows]
+        left: np.ndarray = np.minimum(np.array(longest, np.int64) - 1, self._max_len) - num_tokens
+        return left
 
     @contextmanager
-    def with_scratch(self, rows: np.ndarray, limits: np.ndarray) -> Iterator[None]:
-        """Gives the rows blocks for their drafts; kernels of the model must not see them."""
+    def with_scratch(self, rows: np.ndarray, ends: np.ndarray) -> Iterator[None]:
+        """Gives the rows blocks for drafts up to the positions `ends`; kernels of the model must
+        not see them."""
         (own,) = self.batch.tables
         table, held = own.ids, own.num_blocks[rows]
-        needed = -(-(self._first(rows) + limits) // self.batch.block_size)
+        needed = -(-np.minimum(ends, self._width) // self.batch.block_size)
         lacking = [(r, a, b) for r, a, b in zip(rows, held, needed) if b > a]
         place = 0
         for row, start, end in lacking:
@@ -155,26 +188,75 @@ class GreedyDrafter(Drafter, ABC):
             for row, start, end in lacking:
                 table[row, start:end] = 0
 
+    @property
+    def _width(self) -> int:
+        """Positions of its cache."""
+        return int(self.rows.token_ids.shape[1])
+
     def likeliest(self, hidden: Tensor) -> Tensor:
         """Tokens [S] after those of hidden [S, hidden size]."""
         return self.model.compute_logits(hidden).argmax(-1)
 
-    def draft(self, rows: np.ndarray, limits: np.ndarray, hidden: Tensor) -> dict[str, list[int]]:
-        """Drafts of these rows, from hidden [rows, hidden size] of the tokens before."""
-        tokens = self.likeliest(hidden)
-        found, first = [tokens], self._first(rows)
-        for step in range(1, int(limits[0])):
-            own = rows[: np.count_nonzero(limits > step)]
-            count = len(own)
-            filled = self.inputs.fill(self.rows, own, np.ones_like(own), first[:count] + step)
-            filled.input_ids.copy_(tokens[:count])
+    def draft(
+        self, chosen: Chosen, hidden: Tensor, first: np.ndarray, on_device: Tensor | None = None
+    ) -> list[Tensor]:
+        """The first token of each draft, the second ones of those that have one, and so on. hidden
+        [n, hidden size]: of the tokens before. first: the positions that these have in the cache,
+        and where the device alone knows them, on_device, the last ones that they may have."""
+        found = [self.likeliest(hidden)]
+        if chosen.limits[0] == 1:
+            return found
+        rows, ones, size = chosen.rows, np.ones_like(chosen.rows), self.batch.block_size
+        most = np.minimum(first + chosen.limits[0] - 1, self._width - 1)
+        whole = self._next_inputs.fill(self.rows, rows, ones, most)
+        if on_device is None:
+            on_device = to_device(first, hidden.device)
+        for step in range(1, int(chosen.limits[0])):
+            count = int(np.count_nonzero(chosen.limits > step))
+            filled, group = _first_of(whole, count, first + step + 1)
+            filled.input_ids.copy_(found[-1][:count])
+            # Drafts that would end past the last position are cut later.
+            at = (on_device[:count] + step).clamp_(max=self._width - 1)
+            filled.positions.copy_(at)
+            group.seq_lens.copy_(at + 1)
+            blocks = group.block_tables.gather(1, (at // size)[:, None])[:, 0]
+            group.slot_mapping.copy_(blocks * size + at % size)
             hidden = self.forward(filled, hidden[:count])
-            tokens = self.likeliest(hidden)
-            found.append(tokens)
-        drafts: list[list[int]] = [[] for _ in rows]
-        on_host, place = torch.cat(found).tolist(), 0
-        for tokens in found:
-            for draft, token in zip(drafts, on_host[place : place + len(tokens)]):
+            found.append(self.likeliest(hidden))
+        return found
+
+    def by_request(
+        self, request_ids: Sequence[str], tokens: Sequence[int], limits: np.ndarray
+    ) -> dict[str, list[int]]:
+        """Drafts of requests that are still there. tokens: as `draft` gives them, one after the
+        other; limits: how many of each there are."""
+        drafts: list[list[int]] = [[] for _ in request_ids]
+        place = 0
+        for step in range(int(limits.max(initial=0))):
+            count = int(np.count_nonzero(limits > step))
+            for draft, token in zip(drafts, tokens[place : place + count]):
                 draft.append(token)
-            place += len(tokens)
-        return {self.batch.requests[row].request_id: own for row, own in zip(rows, drafts)}
+            place += count
+        row_of, num_tokens = self.batch.row_of, self.batch.num_tokens
+        found = {i: draft for i, draft in zip(request_ids, drafts) if i in row_of}
+        rows = np.array([row_of[i] for i in found], np.int64)
+        left = self._left(rows, num_tokens[rows]).tolist()
+        return {i: draft[:n] for (i, draft), n in zip(found.items(), left) if n > 0}
+
+
+def _first_of(
+    whole: ForwardBatch, count: int, seq_lens: np.ndarray
+) -> tuple[ForwardBatch, AttentionBatch]:
+    """The first requests of a step of one token each, and where they stand. seq_lens: of all."""
+    (group,) = whole.groups
+    assert group.host is not None
+    first = replace(
+        group,
+        query_start_loc=group.query_start_loc[: count + 1],
+        seq_lens=group.seq_lens[:count],
+        block_tables=group.block_tables[:count],
+        slot_mapping=group.slot_mapping[:count],
+        state_slots=group.state_slots[:count],
+        host=HostBatch(np.arange(count + 1), seq_lens[:count], group.host.block_tables[:count]),
+    )
+    return ForwardBatch(whole.input_ids[:count], whole.positions[:count], (first,)), first

@@ -1,7 +1,7 @@
 """Runs the model on a scheduler output: computes logits and samples the next tokens."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
 from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, captured_prompts
 from vllm.worker.draft_model import load_draft_model
-from vllm.worker.drafts import Proposals, StepTokens
+from vllm.worker.drafts import NewTokens, Proposals, Ready, StepTokens, no_proposals
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
@@ -37,12 +37,12 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.make_drafter import drafting_part, make_drafter
 from vllm.worker.numerics import NumericsWatch, mark_broken
-from vllm.worker.out_of_memory import FinishedOutput, compute_alone
+from vllm.worker.out_of_memory import FinishedOutput, compute_alone, drafts_or
 from vllm.worker.pooling import pooled_vectors
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import sample, widened
 from vllm.worker.sampling_rows import sampling_batch
-from vllm.worker.speculation import SampledRows, Verification
+from vllm.worker.speculation import SampledRows, Verification, draw_lots, new_tokens
 from vllm.worker.step_inputs import StepInputs
 from vllm.worker.warm_up import begin_warm_up, finish_warm_up
 
@@ -272,7 +272,8 @@ class ModelRunner:
         )
         if scheduler_output.is_empty:
             num_padding = self._compute_padding(scheduler_output)
-            return self._without_tokens({}, {}, self._step_rows(num_padding, 0))
+            step_rows = self._step_rows(num_padding, 0)
+            return AsyncModelRunnerOutput.without_tokens(batch, step_rows)
         rows = np.array([batch.row_of[i] for i in scheduler_output.num_scheduled_tokens], np.int64)
         counts = np.fromiter(scheduler_output.num_scheduled_tokens.values(), np.int64, len(rows))
         if counts.max() == 1:
@@ -311,12 +312,14 @@ class ModelRunner:
         snapshots = scheduler_output.state_snapshots.items()
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(sampled.rows) == 0:
-            drafted = self._propose(scheduler_output.num_draft_tokens, computed, ())
-            return self._without_tokens(prompt_logprobs, pooled, step_rows, drafted)
-        verification = self._verification(scheduler_output, computed)
-        return self._sample(
-            logits, sampled, computed, verification, bitmasks, prompt_logprobs, pooled, step_rows
-        )
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            new = partial(new_tokens, batch, sampled, nothing)
+            drafted = self._drafting(scheduler_output, computed, new)(())
+            return AsyncModelRunnerOutput.without_tokens(
+                batch, step_rows, prompt_logprobs, pooled, drafted.catch_up_seconds
+            )
+        rest = bitmasks, prompt_logprobs, pooled, step_rows
+        return self._sample(logits, sampled, computed, scheduler_output, *rest)
 
     def _decoded(self, size: int, rows: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Logits of a captured step, and hidden states where what drafts reads them."""
@@ -337,10 +340,8 @@ class ModelRunner:
         """Last hidden states of a step with prompts: of all tokens, or only of `read`; and how many
         tokens the layers computed."""
         if self._prompt_graphs is not None:
-            num_tokens, num_seqs = int(counts.sum()), len(rows) + 1  # one is padding
-            shape = self._prompt_graphs.fitting(
-                lambda shape: shape.tokens >= num_tokens and shape.seqs >= num_seqs
-            )
+            num_tokens = int(counts.sum())
+            shape = self._prompt_graphs.fitting(lambda one: one.holds(num_tokens, len(rows)))
             if shape is not None:
                 self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
                 return self._prompt_graphs.replay(shape)[:num_tokens], shape.tokens
@@ -359,20 +360,6 @@ class ModelRunner:
         if needs_all or len(sampled) > last[-1]:
             return None
         return sampled if len(sampled) else last[-1:]
-
-    def _without_tokens(
-        self,
-        prompt_logprobs: dict[str, list[TokenLogprobs]],
-        pooled: dict[str, list[float]],
-        step_rows: StepRows,
-        drafted: Proposals | None = None,
-    ) -> AsyncModelRunnerOutput:
-        nothing, no_tokens = np.empty(0, np.int64), self._copies[0][:0]
-        output = AsyncModelRunnerOutput(
-            self.batch, [], nothing, no_tokens, None, {}, prompt_logprobs, pooled, step_rows
-        )
-        output.catch_up_seconds = drafted.catch_up_seconds if drafted is not None else 0.0
-        return output
 
     def _compute_padding(self, scheduler_output: SchedulerOutput) -> int:
         """The step of a data-parallel rank without requests: others need its experts. How many
@@ -399,30 +386,27 @@ class ModelRunner:
             return None
         return self._graphs.fitting(lambda size: size >= num_seqs)
 
-    def _verification(self, step: SchedulerOutput, computed: StepTokens) -> Verification | None:
-        """What the step verifies and drafts; None for neither."""
-        drafts, most = step.scheduled_spec_decode_tokens, step.num_draft_tokens
-        if not (drafts or most):
-            return None
-        return Verification(drafts, partial(self._propose, most, computed))
+    def _drafting(
+        self, step: SchedulerOutput, computed: StepTokens, new: Callable[[], NewTokens]
+    ) -> Ready:
+        """Drafts for the next step, which some drafters launch here. Without memory for them there
+        are none."""
+        most, is_alone = step.num_draft_tokens, self._parallel.engine.size == 1
+        nothing: Ready = no_proposals
+        ready = drafts_or(nothing, lambda: self._drafter.follow(computed, new, most), is_alone)
 
-    def _propose(self, most: int, computed: StepTokens, request_ids: Sequence[str]) -> Proposals:
-        """Up to `most` draft tokens of each request. Without memory for them there are none."""
-        with torch.inference_mode(), self._cores_for_kernels():
-            try:
-                return self._drafter.propose(request_ids, most, computed)
-            except Exception as error:
-                if self._parallel.engine.size > 1 or not is_out_of_memory(error):
-                    raise
-        logger.warning("No memory for draft tokens of %d requests", len(request_ids))
-        return Proposals({})
+        def propose(request_ids: Sequence[str]) -> Proposals:
+            with torch.inference_mode(), self._cores_for_kernels():
+                return drafts_or(Proposals({}), lambda: ready(request_ids), is_alone)
+
+        return propose
 
     def _sample(
         self,
         logits: Tensor,
         sampled: SampledRows,
         computed: StepTokens,
-        verification: Verification | None,
+        step: SchedulerOutput,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
         pooled: dict[str, list[float]],
@@ -433,10 +417,13 @@ class ModelRunner:
         self._copies.reverse()
         host = self._copies[0][:num_rows]
         host.copy_(reported, non_blocking=True)
-        is_draft = verification is not None and verification.has_drafts
-        copied = None
-        if verification is None:
-            self._drafter.follow(computed, rows, tokens)
+        drafts, copied = step.scheduled_spec_decode_tokens, None
+        is_draft, verification = bool(drafts), None
+        drawn = draw_lots(batch, drafts, self.config.speculative_config)
+        new = partial(new_tokens, batch, sampled, tokens, drawn)
+        propose = self._drafting(step, computed, new)
+        if is_draft or step.num_draft_tokens:
+            verification = Verification(drafts, propose, drawn)
         if self.async_scheduling:
             batch.sampled_at.fill(-1)
             if not is_draft:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from vllm.logger import get_logger
 from vllm.worker.async_output import AsyncModelRunnerOutput
 
 logger = get_logger(__name__)
+
+Drafts = TypeVar("Drafts")
 
 
 @dataclass(slots=True)
@@ -74,3 +77,15 @@ def _add(merged: ModelRunnerOutput, one: ModelRunnerOutput) -> None:
     merged.catch_up_seconds += one.catch_up_seconds
     merged.compile_waits += one.compile_waits
     merged.rows = StepRows(*(a + b for a, b in zip(merged.rows, one.rows)))
+
+
+def drafts_or(nothing: Drafts, draft: Callable[[], Drafts], is_alone: bool) -> Drafts:
+    """What `draft` gives, and without memory for it `nothing`. is_alone: a rank without others,
+    which must not differ in what they draft."""
+    try:
+        return draft()
+    except Exception as error:
+        if not (is_alone and is_out_of_memory(error)):
+            raise
+    logger.warning("No memory for draft tokens")
+    return nothing

@@ -6,15 +6,27 @@ not is replaced by it. For a draft that is a function of the tokens before it, t
 sampling (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding",
 2023): a token is accepted with its probability p, and else the next one is drawn from the others,
 p renormalised. The tokens are those of decoding one by one.
+
+For measurements tokens may be accepted by lot instead, at a given rate, whatever the model says.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from vllm.worker.drafts import Proposals
+from vllm.config.speculative import SpeculativeConfig
+from vllm.worker.drafts import NewTokens, Ready
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_buffers import to_device
+from vllm.worker.numerics import BROKEN
+from vllm.worker.sampler import uniforms
+
+# Draws of lots differ from those of the tokens at the same places.
+_LOTS = np.uint64(0x5851F42D4C957F2D)
 
 
 class SampledRows(NamedTuple):
@@ -41,24 +53,91 @@ class SampledRows(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Verification:
     """What a step verifies and drafts. drafts: draft tokens in the step, by request. propose: those
-    for the next step, of requests whose tokens are all known."""
+    for the next step, of requests whose tokens are all known. drawn: by request, how many draft
+    tokens are accepted by lot; None where the model says it."""
 
     drafts: Mapping[str, Sequence[int]]
-    propose: Callable[[Sequence[str]], Proposals]
-
-    @property
-    def has_drafts(self) -> bool:
-        return bool(self.drafts)
+    propose: Ready
+    drawn: Mapping[str, int] | None = None
 
     def accepted(self, request_ids: Sequence[str], sampled: Sequence[int]) -> list[list[int]]:
-        """The new tokens of each request, up to the first that is not its draft's. sampled: of each
-        row of logits."""
+        """The new tokens of each request: its draft up to the first token that is refused, and what
+        was sampled there. sampled: of each row of logits."""
         found, row = [], 0
         for request_id in request_ids:
             draft = self.drafts.get(request_id, ())
             tokens = sampled[row : row + len(draft) + 1]
             row += len(tokens)
-            differing = (place for place, token in enumerate(draft) if tokens[place] != token)
-            found.append([*tokens[: next(differing, len(draft)) + 1]])
+            num_accepted = self._num_accepted(request_id, draft, tokens)
+            found.append([*draft[:num_accepted], tokens[num_accepted]])
         assert row == len(sampled)
         return found
+
+    def _num_accepted(self, request_id: str, draft: Sequence[int], tokens: Sequence[int]) -> int:
+        if self.drawn is None:
+            refused = (place for place, token in enumerate(draft) if tokens[place] != token)
+            return next(refused, len(draft))
+        count = self.drawn.get(request_id, 0)
+        return next((place for place in range(count) if tokens[place] == BROKEN), count)
+
+
+def draw_lots(
+    batch: InputBatch, drafts: Mapping[str, Sequence[int]], config: SpeculativeConfig | None
+) -> dict[str, int] | None:
+    """How many tokens of each draft are accepted, as a function of the request's seed and of the
+    places in its output; the mean is the config's rate times the tokens of the draft. None where
+    the model decides. To be called before the step's new tokens are in the batch."""
+    rate = config.acceptance_rate if config is not None else None
+    if rate is None or not drafts:
+        return None
+    rows = np.array([batch.row_of[request_id] for request_id in drafts], np.int64)
+    counts = np.array([len(draft) for draft in drafts.values()], np.int64)
+    starts = np.cumsum(counts) - counts
+    ahead = np.arange(counts.sum()) - np.repeat(starts, counts)
+    places = np.repeat(batch.num_tokens[rows] - batch.num_prompt[rows], counts) + ahead
+    chances = np.repeat([chance_of_each(rate, int(count)) for count in counts], counts)
+    is_refused = uniforms(np.repeat(batch.seeds[rows] ^ _LOTS, counts), places) >= chances
+    first = np.minimum.reduceat(np.where(is_refused, ahead, ahead.max() + 1), starts)
+    return dict(zip(drafts, np.minimum(first, counts).tolist()))
+
+
+def new_tokens(
+    batch: InputBatch,
+    sampled: SampledRows,
+    tokens: Tensor,
+    drawn: Mapping[str, int] | None = None,
+) -> NewTokens:
+    """What of `tokens` int64 [S], sampled for these rows, is accepted, without waiting for it; as
+    `Verification.accepted`, but of a request that fails. To be called before the step's new tokens
+    are in the batch."""
+    firsts = np.flatnonzero(sampled.ahead == 0)
+    rows = sampled.rows[firsts]
+    num_drafts = batch.num_drafts[rows]
+    if not num_drafts.any():
+        return NewTokens(rows, num_drafts, None, tokens)
+    if drawn is not None:
+        ids = [batch.requests[row].request_id for row in rows]
+        counts = np.array([drawn.get(request_id, 0) for request_id in ids], np.int64)
+        num_accepted = to_device(counts, tokens.device)
+    else:
+        ahead = np.minimum(np.arange(num_drafts.max()), np.maximum(num_drafts - 1, 0)[:, None])
+        columns = batch.num_tokens[rows][:, None] + ahead
+        last_column = batch.token_ids.shape[1] - 1  # a full row has no place for drafts, nor any
+        drafts = batch.token_ids[rows[:, None], np.minimum(columns, last_column)]
+        is_draft = np.arange(num_drafts.max()) < num_drafts[:, None]
+        given = np.where(is_draft, drafts, -1).astype(np.int64)
+        places, expected = to_device(np.stack([firsts[:, None] + ahead, given]), tokens.device)
+        num_accepted = (tokens[places] == expected).cumprod(1).sum(1)
+    last = tokens[to_device(firsts, tokens.device) + num_accepted]
+    return NewTokens(rows, num_drafts, num_accepted, last)
+
+
+@cache
+def chance_of_each(rate: float, num_tokens: int) -> float:
+    """The chance p of each draft token, after those before it were accepted, with which
+    p + p**2 + ... + p**num_tokens, the mean number of accepted tokens, is rate * num_tokens."""
+    low, high = 0.0, 1.0
+    while low < (p := (low + high) / 2) < high:
+        is_low = sum(p**power for power in range(1, num_tokens + 1)) < rate * num_tokens
+        low, high = (p, high) if is_low else (low, p)
+    return high if rate else 0.0

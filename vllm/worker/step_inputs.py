@@ -42,9 +42,11 @@ class StepInputs:
         *,
         num_groups: int = 1,
         keeps_draft_states: bool = False,
+        for_graphs: bool = True,
     ):
         """max_blocks: of one request. num_groups: cache groups, each with own block tables.
-        keeps_draft_states: steps may have draft tokens, and layers recurrent states after each."""
+        keeps_draft_states: steps may have draft tokens, and layers recurrent states after each.
+        for_graphs: captured graphs read them, on a GPU."""
         self._device = device
         self._num_groups = num_groups
         self._max_blocks = max_blocks
@@ -63,7 +65,7 @@ class StepInputs:
         if keeps_draft_states:
             sizes["draft_slots"] = (np.int32, (max_tokens,))
         self._buffers = InputBuffers(sizes, device)
-        if device.type == "cuda":
+        if for_graphs and device.type == "cuda":
             self._make_decode_buffers(max_seqs)
 
     def _make_decode_buffers(self, max_seqs: int) -> None:

@@ -73,11 +73,9 @@ def test_a_draft_model_drafts(folder, params):
 
 
 def test_the_layer_of_a_checkpoint_drafts(tmp_path):
-    sizes = SIZES | {"moe_intermediate_size": 256}
-    build_model("glm4_moe", **sizes).save_pretrained(tmp_path / "plain")
-    folder = str(add_mtp(tmp_path / "plain", tmp_path / "mtp", is_sure=True))
+    folder, drafts = drafted_by(tmp_path, "mtp")
     wanted = tokens_of(start(folder, dtype="float32"), GREEDY)
-    llm = start(folder, dtype="float32", speculative_config={"method": "mtp"})
+    llm = start(folder, dtype="float32", speculative_config=drafts)
     assert tokens_of(llm, GREEDY) == wanted
     assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > FEWEST_ACCEPTED
 
@@ -96,6 +94,51 @@ def test_an_eagle3_head_drafts(tmp_path, drafts_always, name, params):
     llm = start(folder, dtype="float32", speculative_config=drafts)
     assert tokens_of(llm, params) == wanted
     assert sum(llm.llm_engine.core.stats().num_accepted_tokens.values()) > FEWEST_ACCEPTED
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_drafts_are_launched_without_waiting_for_the_step(tmp_path, drafts_always, method):
+    folder, drafts = drafted_by(tmp_path, method)
+    llm = start(folder, dtype="float32", speculative_config=drafts)
+    wanted, calls = tokens_of(llm, GREEDY), []
+    drafter = llm.llm_engine.core.runner._drafter
+    own_follow = drafter.follow
+
+    def follow(*given):
+        calls.append(given)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return own_follow(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    drafter.follow = follow
+    assert tokens_of(llm, GREEDY) == wanted
+    assert len(calls) > 20
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_draft_tokens_are_accepted_by_lot(tmp_path, method):
+    folder, drafts = drafted_by(tmp_path, method)
+    drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rate": 0.7}
+    llm = start(folder, speculative_config=drafts)
+    found = tokens_of(llm, SEEDED)
+    assert [len(tokens) for tokens in found] == [60] * len(PROMPTS)
+    stats = llm.llm_engine.core.stats()
+    assert stats.num_draft_tokens > 150
+    share = sum(stats.num_accepted_tokens.values()) / stats.num_draft_tokens
+    assert 0.5 < share < 0.9
+
+
+def drafted_by(path: Path, method: str) -> tuple[str, dict]:
+    """A model in float32 and how it drafts."""
+    if method == "eagle3":
+        return with_head(path, "qwen3", torch.float32)
+    build_model("glm4_moe", **SIZES | {"moe_intermediate_size": 256}).save_pretrained(
+        path / "plain"
+    )
+    folder = str(add_mtp(path / "plain", path / "mtp", is_sure=True))
+    return folder, {"method": "mtp", "num_speculative_tokens": 3}
 
 
 def with_head(path: Path, name: str, dtype: torch.dtype) -> tuple[str, dict]:

@@ -80,23 +80,36 @@ class ChatAnswer(Answer):
         opening = {"index": new.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [(opening, extra), (chunk, {})]
 
+    @property
+    def is_plain(self) -> bool:
+        return self.form.is_plain
+
+    def text_choice(self, text: str) -> Json:
+        delta = self._delta(self._read(0, text, is_last=False))
+        return self.core(0, CompletionOutput(0), {"delta": delta}, None)
+
     async def read(self, new: CompletionOutput) -> list[Event]:
         """What `new` adds to its choice."""
-        reader = self.readers.get(new.index)
+        is_last = new.finish_reason is not None
+        events = self._read(new.index, new.text, is_last)
+        if is_last and (texts := self.reasoning.pop(new.index, [])):
+            tokens = await self.service.prompts.tokens("".join(texts))
+            self.num_reasoning_tokens += len(tokens)
+        return events
+
+    def _read(self, index: int, text: str, is_last: bool) -> list[Event]:
+        reader = self.readers.get(index)
         if reader is None:
-            reader = self.readers[new.index] = self.form.reader()
-        events = reader.feed(new.text, new.finish_reason is not None)
+            reader = self.readers[index] = self.form.reader()
+        events = reader.feed(text, is_last)
         if self.form.is_plain:
             return events
         if self.request.parallel_tool_calls is False:  # which free text may not heed
             events = [event for event in events if getattr(event, "index", 0) == 0]
-        texts = self.reasoning.setdefault(new.index, [])
-        texts += [event.text for event in events if isinstance(event, Reasoning)]
-        if texts and new.finish_reason is not None:
-            text = "".join(self.reasoning.pop(new.index))
-            self.num_reasoning_tokens += len(await self.service.prompts.tokens(text))
+        texts = [event.text for event in events if isinstance(event, Reasoning)]
+        self.reasoning.setdefault(index, []).extend(texts)
         if any(isinstance(event, Call) for event in events):
-            self.callers.add(new.index)
+            self.callers.add(index)
         if self.request.include_reasoning is False:
             return [event for event in events if not isinstance(event, Reasoning)]
         return events

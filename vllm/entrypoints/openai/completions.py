@@ -84,6 +84,9 @@ class _Answer(Answer):
         choice = self.core(number, new, {"text": text}, shape)
         return {**choice, **await self.prompt_fields(output)} if is_first else choice
 
+    def text_choice(self, text: str) -> Json:
+        return self.core(0, CompletionOutput(0), {"text": text}, None)
+
     def params_of(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         """The default of max_tokens is cut to what the context leaves."""
         room = self.service.max_model_len - len(prompt)

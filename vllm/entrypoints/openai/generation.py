@@ -13,9 +13,11 @@ from fastapi import Response
 
 from vllm.engine.engine_client import EngineClient
 from vllm.engine.input_processor import Prompt
+from vllm.engine.output_processor import RequestState
 from vllm.entrypoints.openai.answer_format import AnswerFormats
 from vllm.entrypoints.openai.beams import Beams
 from vllm.entrypoints.openai.caller import Caller
+from vllm.entrypoints.openai.direct_events import DirectEvents
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
 from vllm.entrypoints.openai.http import EventStream
 from vllm.entrypoints.openai.logprobs import prompt_logprobs_json
@@ -28,6 +30,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.aside import aside
 
 Json = dict[str, Any]
+
+_encode = msgspec.json.Encoder().encode
+_MARK = "\0"
+_ENCODED_MARK = _encode(_MARK)
 
 
 class Admission(Protocol):
@@ -81,7 +87,8 @@ class Answer(ABC):
 
     request_id: as the client sees it. token_ids: of each prompt. kind, chunk_kind: `object` of the
     response and of an event. cached_tokens: prompt tokens found in the prefix cache, by prompt.
-    extra: what a response that is not streamed has beside its choices.
+    extra: what a response that is not streamed has beside its choices. direct: of a stream; None
+    where events have more than text.
     """
 
     service: Service
@@ -92,6 +99,7 @@ class Answer(ABC):
     num_completion_tokens: int = field(init=False, default=0)
     cached_tokens: dict[int, int] = field(init=False, default_factory=dict)
     extra: Json = field(init=False, default_factory=dict)
+    direct: DirectEvents | None = field(init=False, default=None)
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -105,6 +113,15 @@ class Answer(ABC):
     ) -> list[tuple[Json, Json]]:
         """What is new of one choice: the choice of each event, and fields of the event itself."""
         return [(await self.choice(index, output, new), {})]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content."""
+        return True
+
+    @abstractmethod
+    def text_choice(self, text: str) -> Json:
+        """The only choice in an event that has `text` and nothing else, and is not the first."""
 
     def core(self, index: int, new: CompletionOutput, content: Json, shape: Json | None) -> Json:
         """What every choice has. content: its text, by name. shape: its log-probabilities."""
@@ -136,7 +153,8 @@ class Answer(ABC):
             return json_response(await self._whole())
         events = self._events()
         # The first event is waited for, so that a refused request gets an error status.
-        return EventStream(await anext(events), events)
+        first = await anext(events)
+        return EventStream(first, events, self.direct)
 
     async def _whole(self) -> Json:
         choices: list[Json] = []
@@ -152,6 +170,8 @@ class Answer(ABC):
         options = self.request.stream_options or StreamOptions()
         has_usage = options.include_usage or self.service.includes_usage
         usage: Json = {"usage": None} if has_usage else {}
+        if not (self.request.return_token_ids or (has_usage and options.continuous_usage_stats)):
+            self.direct = DirectEvents(self._text_event(head, usage))
         is_first = True
         try:
             async with aclosing(self._outputs()) as outputs:
@@ -173,15 +193,36 @@ class Answer(ABC):
             yield b"data: %b\n\n" % msgspec.json.encode(as_api_error(error).body())
         yield b"data: [DONE]\n\n"
 
+    def _text_event(self, head: bytes, usage: Json) -> Callable[[str, int], bytes]:
+        """Makes the event with a text of so many tokens, as `_events` would, and counts them."""
+
+        def event_of(text: str) -> bytes:
+            return _event(head, {"choices": [self.text_choice(text)], **usage})
+
+        around: list[bytes] = []  # its text, which is all that plain events differ in
+
+        def event(text: str, num_tokens: int) -> bytes:
+            self.num_completion_tokens += num_tokens
+            if not self.is_plain:
+                return event_of(text)
+            if not around:
+                around.extend(event_of(_MARK).rsplit(_ENCODED_MARK, 1))
+            return _encode(text).join(around)
+
+        return event
+
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         caller = self.service.caller
         params = self.request.sampling_params(self.service.sampling_defaults)
         num_sequences = len(self.token_ids) * params.n
         async with self.service.admission.place(caller.client, num_sequences):
+            is_one = len(self.token_ids) == 1
+            is_direct = is_one and params.n == 1 and params.logprobs is None
+            tell = self.direct.tell if self.direct is not None and is_direct else None
             streams = [
-                self._stream(prompt, self.params_of(prompt, params)) for prompt in self.token_ids
+                self._stream(prompt, self.params_of(prompt, params), tell)
+                for prompt in self.token_ids
             ]
-            is_one = len(streams) == 1
             source: AsyncGenerator[Any, None] = streams[0] if is_one else merged(streams)
             async with aclosing(caller.in_time(source)) as items:
                 async for item in items:
@@ -192,7 +233,10 @@ class Answer(ABC):
                     yield index, output
 
     def _stream(
-        self, token_ids: list[int], params: SamplingParams
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        tell: Callable[[RequestState], bool] | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         service, request = self.service, self.request
         # Clients may send the same id twice; the engine's ids are unique.
@@ -206,6 +250,7 @@ class Answer(ABC):
                 trace_headers=service.caller.trace_headers,
                 priority=priority,
                 client=service.caller.client,
+                tell=tell,
             )
         penalty = 1.0 if request.length_penalty is None else request.length_penalty
         search = Beams(service.engine, service.prompts, prompt, token_ids, params, penalty,

@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.engine.metrics import Metrics
 from vllm.entrypoints.openai.anthropic_errors import ANTHROPIC_PATH
+from vllm.entrypoints.openai.direct_events import DirectEvents
 from vllm.entrypoints.openai.errors import ApiError, as_api_error
+from vllm.entrypoints.openai.http_protocol import Connection
 from vllm.entrypoints.openai.protocol import REQUEST_ID
 from vllm.entrypoints.openai.turns import Turns
 from vllm.logger import get_logger
@@ -185,15 +187,19 @@ class EventStream(Response):
 
     A new item is asked for only when the client has taken the ones before; one that takes none for
     long, or goes away, ends the generator, which tells its errors and its end by events of its own.
+    direct: writes events while an item is waited for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]):
+    def __init__(
+        self, first: bytes, rest: AsyncGenerator[bytes, None], direct: DirectEvents | None = None
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._direct = direct
         self._sends_since: float | None = None
         self._is_slow = False
 
@@ -225,6 +231,8 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._direct is not None:
+            self._direct.connection = Connection.of(send_body)
         body, time = self._first, asyncio.get_running_loop().time
         while body:
             self._sends_since = time()
