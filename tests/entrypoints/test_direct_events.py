@@ -142,18 +142,6 @@ def test_direct_events_have_the_bytes_of_those_of_the_generator(
     served(tiny_model, body, reasoning_parser=reasoning)
 
 
-def test_the_end_of_a_stream_is_one_chunk(tiny_model: Path) -> None:
-    async def body(port: int) -> None:
-        for fields in (COMPLETION[1], COMPLETION[1] | WITH_USAGE):
-            response = await exchange(port, COMPLETION[0], fields)
-            *_, last, end = response.partition(b"\r\n\r\n")[2].split(b"\r\n")[1:-1:2]
-            assert end == b"" and last.endswith(b"data: [DONE]\n\n")
-            assert b'"finish_reason":"length"' in last
-            assert (b'"usage":{' in last) == (fields != COMPLETION[1])
-
-    served(tiny_model, body)
-
-
 def test_a_client_that_reads_nothing_gets_all_of_it_later(tiny_model: Path) -> None:
     async def body(port: int) -> None:
         fields = {"prompt": "ban fick", "max_tokens": 1500}

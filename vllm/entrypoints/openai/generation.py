@@ -165,15 +165,14 @@ class Answer(ABC):
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self.extra}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """The events of each output in one item, an error among them after the first. Those of the
-        end, from the last output of an only prompt on, are one item too."""
+        """The events of each output in one item, an error among them after the first, the end."""
         head = msgspec.json.encode(self._head(self.chunk_kind))[:-1]
         options = self.request.stream_options or StreamOptions()
         has_usage = options.include_usage or self.service.includes_usage
         usage: Json = {"usage": None} if has_usage else {}
         if not (self.request.return_token_ids or (has_usage and options.continuous_usage_stats)):
             self.direct = DirectEvents(self._text_event(head, usage))
-        is_first, last = True, b""
+        is_first = True
         try:
             async with aclosing(self._outputs()) as outputs:
                 async for index, output in outputs:
@@ -183,18 +182,16 @@ class Answer(ABC):
                     for new in output.outputs:
                         for choice, extra in await self.chunks(index, output, new):
                             told += _event(head, {"choices": [choice], **usage, **extra})
-                    if output.finished and len(self.token_ids) == 1:
-                        last = told
-                    elif told:
+                    if told:
                         yield told
                         is_first = False
             if has_usage:
-                last += _event(head, {"choices": [], "usage": self._usage()})
+                yield _event(head, {"choices": [], "usage": self._usage()})
         except Exception as error:
-            if is_first and not last:
+            if is_first:
                 raise
-            last += b"data: %b\n\n" % _encode(as_api_error(error).body())
-        yield last + b"data: [DONE]\n\n"
+            yield b"data: %b\n\n" % msgspec.json.encode(as_api_error(error).body())
+        yield b"data: [DONE]\n\n"
 
     def _text_event(self, head: bytes, usage: Json) -> Callable[[str, int], bytes]:
         """Makes the event with a text of so many tokens, as `_events` would, and counts them."""
