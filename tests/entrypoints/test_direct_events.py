@@ -206,7 +206,7 @@ def test_parts_past_uvicorn_are_chunks_of_its_response(version: str, method: str
         sent = [given for part in PARTS for given in (part, b"," + part)]
         assert body == b"".join(b"%x\r\n%b\r\n" % (len(s), s) for s in [*sent, b""])
     elif method == "GET":
-        assert body == b"".join(b"," + part for part in PARTS)
+        assert all(b"," + part in body for part in PARTS)
     else:
         assert body == b""
 

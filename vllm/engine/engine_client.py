@@ -197,9 +197,7 @@ class EngineClient(EngineCalls):
         await self._when_ready()
         self._check_open()
         self._check_priority(priority)
-        read = partial(
-            self._inputs.process, request_id, prompt, sampling_params, priority, client
-        )
+        read = partial(self._inputs.process, request_id, prompt, sampling_params, priority, client)
         if is_quick(prompt, sampling_params):
             given = read()
         else:
