@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 CASES = generate(40)
-BACKENDS = ("cutlass", "deep_gemm", "triton", "triton-rows", "marlin",
+BACKENDS = ("cutlass", "deep_gemm", "triton", "marlin",
             "flashinfer-cutlass")  # fmt: skip
 LARGE = Case(128, 8, 2048, 768, "fp8-block", 1, "even", 0)  # Qwen3-30B-A3B
 

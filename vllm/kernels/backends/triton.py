@@ -87,9 +87,8 @@ _Attention = partial(_Spec, family="attention", check=_heads, variants=_VARIANTS
 SPECS = (
     _Block(family="linear", pads=True, check=columns_per_scale),
     _Block(family="moe", layouts=_LAYOUTS, **shared.ALL_EXPERTS, check=columns_per_scale),
-    _Moe(devices=_FP8_CHIPS, **shared.FP8_ROWS),
+    # A scale for 128 columns of a token, finer than the one that the formats ask for.
     _Moe(
-        backend="triton-rows",
         devices=_FP8_CHIPS,
         **shared.FP8_ROWS | {"act": frozenset({ActScheme.DYNAMIC_GROUP128})},
     ),
@@ -102,12 +101,6 @@ SPECS = (
     _Spec(family="delta_rule", formats=shared.STATES, check=shared.state_heads),
     _Spec(family="mamba2", formats=shared.STATES, check=shared.state_heads),
 )
-
-# Formats that `moe` has code for.
-MAKES = {
-    "triton/moe": shared.HALF | {"fp8-block"},
-    "triton-rows/moe": shared.FP8_ROWS["formats"],
-}
 
 
 def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) -> "LinearKernel":
