@@ -247,6 +247,32 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(block_rows, has_blo
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("has_blocks_before", [False, True], ids=["waits", "begins early"])
+@pytest.mark.parametrize("num_blocks", [1, 3, 8, 30])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-block"])
+def test_rows_that_a_thread_block_multiplies_one_after_another_are_exact(
+    name, num_blocks, has_blocks_before
+):
+    """Rows for one to four of them, the last ones partial; more columns than are in flight."""
+    num_experts, n, k = 2, 5736, 2832
+    weights = [exact_linear(name, n, k) for _ in range(num_experts)]
+    packed = pack_experts(iter(weights), num_experts)
+    firsts = torch.arange(num_blocks) * 8
+    blocks = torch.stack([firsts // 8 % num_experts, firsts, firsts + 8]).int().cuda()
+    order = torch.randperm(8 * num_blocks, device="cuda").int()
+    x = torch.randint(-2, 3, (4 * num_blocks, k), device="cuda").bfloat16()
+    bias = torch.randint(-8, 9, (num_experts, n), device="cuda").float()
+    out, expected = poisoned(8 * num_blocks, n), poisoned(8 * num_blocks, n)
+    fill_blocks(expected, x, order, blocks, weights, 8, bias)
+    for _ in range(3):
+        torch.ops.vllm.marlin_gemm_grouped(
+            x, None, packed.codes, packed.scales, packed.row_factors, bias, blocks, order, out,
+            packed.format, packed.columns_per_scale, 8, 2, has_blocks_before, 0, 0,
+        )  # fmt: skip
+        assert torch.equal(out, expected)
+        out.fill_(float("nan"))
+
+
 # ---------------------------------------------------------------- refusals
 
 
