@@ -10,7 +10,7 @@ compiled once for a model.
 import triton
 import triton.language as tl
 
-from vllm.kernels.triton.moe_kernels import begin_dependent, prefetch_lines
+from vllm.kernels.triton.moe_kernels import begin_dependent
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -44,21 +44,6 @@ def _load_tile(
     if DIM != DIM_PAD:
         return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
     return tl.load(pointers)
-
-
-@triton.jit
-def _prefetch_tile(
-    cache, blocks, first, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """What `_load_tile` will load, into L2."""
-    LINE: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, LINE))
-    places = (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-    rows = cache + blocks.to(tl.int64) * (BLOCK_SIZE * ROW) + places * ROW
-    # Past the last line: the last again.
-    lines = tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)
-    prefetch_lines(rows[:, None] + lines[None, :])
 
 
 @triton.jit
@@ -262,6 +247,7 @@ def decode_kernel(
     weights, and the program that arrives last adds them up; it leaves `num_arrived` [requests, kv
     heads] zero, as it found it. Requests with more than one new token are left to `prefill_kernel`.
     """
+    begin_dependent(PDL)  # so that the output projection fetches its weight meanwhile
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_requests, num_splits = tl.num_programs(1), tl.num_programs(2)
     first_head = kv_head * GROUP
@@ -270,24 +256,14 @@ def decode_kernel(
     token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - token
     seq_len = tl.load(seq_lens + request)
-    oldest, first_key, length = _split_keys(
-        seq_len, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED)  # fmt: skip
-    begin = first_key + split * length
-    table = block_tables + request * table_stride.to(tl.int64)
-    k_cache += kv_head * DIM
-    v_cache += kv_head * DIM
-    if PDL and begin < seq_len:
-        # The kernel before writes K and V of the new token, and the query. What is read up to here,
-        # and the other keys, were written before it.
-        blocks = _load_blocks(table, begin + tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
-        _prefetch_tile(k_cache, blocks, begin, KV_HEADS * DIM, DIM, BLOCK_SIZE, BLOCK_N)
-        _prefetch_tile(v_cache, blocks, begin, KV_HEADS * DIM, DIM, BLOCK_SIZE, BLOCK_N)
-    begin_dependent(PDL)  # so that the output projection fetches its weight meanwhile
     if split == 0:
         _zero_padding(out, num_rows, num_tokens, out_token, out_head, first_head, request,
                       num_requests, GROUP, DIM, DIM_PAD)  # fmt: skip
     if query_len != 1:
         return
+    oldest, first_key, length = _split_keys(
+        seq_len, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED)  # fmt: skip
+    begin = first_key + split * length
     if (split > 0) & (begin >= seq_len):
         return
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
@@ -295,7 +271,8 @@ def decode_kernel(
     pointers = q + token.to(tl.int64) * q_token + (first_head + rows)[:, None] * q_head
     query = _widen(tl.load(pointers + dims[None, :], mask=is_stored, other=0.0), k_cache)
     acc, row_max, row_sum = _attend_split(
-        query, k_cache, v_cache, table, begin,
+        query, k_cache + kv_head * DIM, v_cache + kv_head * DIM,
+        block_tables + request * table_stride.to(tl.int64), begin,
         tl.minimum(begin + length, seq_len), oldest, qk_scale, softcap,
         KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip

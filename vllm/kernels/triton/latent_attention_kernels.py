@@ -16,7 +16,6 @@ from vllm.kernels.triton.attention_kernels import (
     _load_blocks,
     _load_tile,
     _normalise,
-    _prefetch_tile,
     _split_keys,
     _widen,
 )
@@ -79,21 +78,17 @@ def decode_kernel(
     of weights, for `combine_kernel`. Requests with more than one new token are left to
     `prefill_kernel`.
     """
+    begin_dependent(PDL)
     request, split = tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - token
     seq_len = tl.load(seq_lens + request)
+    if query_len != 1:
+        return
     _, _, length = _split_keys(seq_len, num_splits, min_split, 0, BLOCK_N)
     begin = split * length
-    table = block_tables + request * table_stride.to(tl.int64)
-    if PDL and begin < seq_len:
-        # As in `attention_kernels.decode_kernel`: written before the kernel before this one.
-        blocks = _load_blocks(table, begin + tl.arange(0, BLOCK_N), seq_len, BLOCK_SIZE)
-        _prefetch_tile(cache, blocks, begin, LATENT + ROPE, LATENT, BLOCK_SIZE, BLOCK_N)
-        _prefetch_tile(cache + LATENT, blocks, begin, LATENT + ROPE, ROPE, BLOCK_SIZE, BLOCK_N)
-    begin_dependent(PDL)
-    if (query_len != 1) | (begin >= seq_len):
+    if begin >= seq_len:
         return
 
     rows = tl.arange(0, BLOCK_M)
@@ -103,7 +98,7 @@ def decode_kernel(
     query = _widen(_load_rows(q, places, is_row, 0, LATENT, LATENT_PAD), cache)
     rotated = _widen(_load_rows(q, places, is_row, LATENT, ROPE, ROPE_PAD), cache)
     acc, row_max, row_sum = _attend(
-        query, rotated, cache, table,
+        query, rotated, cache, block_tables + request * table_stride.to(tl.int64),
         tl.full([BLOCK_M], 1 << 30, tl.int32), begin, tl.minimum(begin + length, seq_len), qk_scale,
         LATENT, LATENT_PAD, ROPE, ROPE_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip

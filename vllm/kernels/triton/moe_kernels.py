@@ -42,16 +42,6 @@ def begin_dependent(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_lines(pointers):
-    """The lines of 128 bytes that `pointers` lie in, into L2. For a kernel that calls
-    `begin_dependent` later: a load before it is moved behind its wait by ptxas, this is not."""
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def quantise(x, AXIS: tl.constexpr):
     """E4M3 values and the float32 scale of each row (AXIS 1) or column (AXIS 0) of a tile.
 
