@@ -78,6 +78,7 @@ PARTS = (
     Part("fp8_quant", 60, "benchmarks/kernels/bench_fp8_quant.py --out {out}"),
     Part("cuda_ops", 40, "benchmarks/kernels/bench_cuda_ops.py --out {out}"),
     Part("weight_only", 120, "benchmarks/kernels/bench_weight_only.py --out {out}"),
+    Part("weight_only_experts", 40, "benchmarks/kernels/bench_weight_only_experts.py --out {out}"),
     Part("attention", 60, "benchmarks/kernels/bench_attention.py --flashinfer --out {out}"),
     Part("moe", 80, "benchmarks/kernels/bench_moe.py --parts --layers --out {out}"),
     Part("delta_rule", 60, "benchmarks/kernels/bench_delta_rule.py"),

@@ -168,8 +168,7 @@ void launch(const gemm::WeightOnlyArgs& args, gemm::WeightCode code, bool is_bf1
   const bool clusters = has_clusters(x);
   const int tokens = args.blocks != nullptr ? args.block_rows : args.m;
   gemm::WeightOnlyShape shape =
-      gemm::weight_only_shape(code, tokens, args.weight, num_sms(x), clusters);
-  if (args.blocks != nullptr) shape.splits = 1;
+      gemm::weight_only_shape(code, tokens, args.num_blocks, args.weight, num_sms(x), clusters);
   if (row_tiles > 0) shape.row_tiles = static_cast<int>(row_tiles);
   if (splits > 0) shape.splits = static_cast<int>(splits);
   const DeviceGuard guard(x);

@@ -85,16 +85,18 @@ constexpr int weight_only_stages(int bytes) {
   return stages > 4 ? 4 : stages < 2 ? 2 : stages;
 }
 
-// How a weight is spread over the chip: tiles of rows per warp, and thread blocks (of a cluster,
-// from 9.0 on) that share the columns.
+// How a weight is spread over the chip: tiles of rows per warp, thread blocks (of a cluster, from
+// 9.0 on) that share the columns, and blocks of rows that a thread block of few tokens multiplies
+// one after another.
 struct WeightOnlyShape {
-  int row_tiles, splits;
+  int row_tiles, splits, rounds;
 };
 
-// As many thread blocks as are resident together, with columns enough for each. Estimated, not
-// measured (bench_weight_only.py --sweep).
-WeightOnlyShape weight_only_shape(WeightCode code, int m, const WeightOnlyWeight& weight,
-                                  int num_sms, bool has_clusters);
+// As many thread blocks as are resident together, with columns enough for each; for num_blocks
+// blocks of m tokens of experts, 0 without experts. Estimated, not measured (bench_weight_only.py
+// --sweep).
+WeightOnlyShape weight_only_shape(WeightCode code, int m, int num_blocks,
+                                  const WeightOnlyWeight& weight, int num_sms, bool has_clusters);
 
 // Returns cudaErrorInvalidValue for a shape that was not compiled; `code` is not kW4a8.
 cudaError_t launch_weight_only(const WeightOnlyArgs& args, WeightCode code, bool is_bf16,

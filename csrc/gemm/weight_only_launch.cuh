@@ -6,12 +6,14 @@
 namespace vllm::gemm {
 
 template <typename Format, typename T, int kTokenTiles, int kRowTiles, int kScaleSteps>
-cudaError_t launch_tiles(const WeightOnlyArgs& args, int splits, bool has_clusters,
+cudaError_t launch_tiles(const WeightOnlyArgs& args, WeightOnlyShape shape, bool has_clusters,
                          cudaStream_t stream) {
   constexpr int kRows = kTileRows * kRowTiles * row_warps(kTokenTiles), kTokens = 8 * kTokenTiles;
   if (args.blocks != nullptr && args.block_rows > kTokens) return cudaErrorInvalidValue;
   const int blocks = args.blocks != nullptr ? args.num_blocks : (args.m + kTokens - 1) / kTokens;
-  constexpr int kBytes = WeightOnlyMemory<Format, T, kTokenTiles, kRowTiles, kScaleSteps>::kBytes;
+  using Memory = WeightOnlyMemory<Format, T, kTokenTiles, kRowTiles, kScaleSteps>;
+  constexpr int kBytes = Memory::kBytes;
+  const int splits = shape.splits, rounds = Memory::kIsApart ? shape.rounds : 1;
   const auto kernel = weight_only_kernel<Format, T, kTokenTiles, kRowTiles, kScaleSteps>;
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -25,7 +27,7 @@ cudaError_t launch_tiles(const WeightOnlyArgs& args, int splits, bool has_cluste
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(splits, blocks, (args.weight.n + kRows - 1) / kRows);
+  config.gridDim = dim3(splits, blocks, (args.weight.n + kRows * rounds - 1) / (kRows * rounds));
   config.blockDim = dim3(kWeightOnlyThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
@@ -41,10 +43,11 @@ cudaError_t launch_type(const WeightOnlyArgs& args, WeightOnlyShape shape, bool 
     return cudaErrorInvalidValue;
   }
   if (shape.row_tiles != 1 && shape.row_tiles != 2) return cudaErrorInvalidValue;
+  if (shape.rounds < 1) return cudaErrorInvalidValue;
   const bool is_one = shape.row_tiles == 1;
   const auto launch = [&](auto tiles, auto rows, auto steps) {
     return launch_tiles<Format, T, decltype(tiles)::value, decltype(rows)::value,
-                        decltype(steps)::value>(args, shape.splits, has_clusters, stream);
+                        decltype(steps)::value>(args, shape, has_clusters, stream);
   };
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;

@@ -85,15 +85,18 @@ def test_the_router_reads_tokens_16_bytes_at_a_time():
     assert early and late and all(".v4.b32" in line for line in early + late)
 
 
+@pytest.mark.parametrize("is_large", (False, True), ids=("small", "large"))
 @pytest.mark.parametrize("k", (2048, 4096))
-def test_small_weights_are_read_16_bytes_at_a_time_before_the_wait_and_tokens_after(k):
-    from vllm.kernels.triton.skinny import ROWS, product_kernel
+def test_weights_are_read_16_bytes_at_a_time_before_the_wait_and_tokens_after(k, is_large):
+    from vllm.kernels.triton.skinny import LARGE_ROWS, LARGE_WARPS, ROWS, product_kernel
 
-    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "x_stride": "i32", "num_rows": "i32"}
-    constants = {"bias": None, "K": k, "K_PAD": k, "HAS_BIAS": False, "ROWS": ROWS, "PDL": True}
-    early, late = loads_around_the_wait(product_kernel, types, constants)
-    threads = 128
-    assert len(early) == ROWS * len(late) == ROWS * k // (8 * threads)
+    rows, num_warps = (LARGE_ROWS, LARGE_WARPS) if is_large else (ROWS, 4)
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "x_stride": "i32", "num_rows": "i32",
+             "num_tokens": "i32"}  # fmt: skip
+    constants = {"bias": None, "K": k, "K_PAD": k, "HAS_BIAS": False, "ROWS": rows,
+                 "IS_LARGE": is_large, "PDL": True}  # fmt: skip
+    early, late = loads_around_the_wait(product_kernel, types, constants, num_warps)
+    assert len(early) == rows * len(late) == rows * k // (8 * 32 * num_warps)
     assert all(".v4.b32" in line for line in early + late)
 
 
@@ -111,7 +114,7 @@ def test_gates_of_heads_are_read_16_bytes_at_a_time():
     assert [".v4.b32" in line for line in of_norm].count(True) == 4 == len(of_norm) - 1
 
 
-def loads_around_the_wait(kernel, types, constants) -> tuple[list[str], list[str]]:
+def loads_around_the_wait(kernel, types, constants, num_warps=4) -> tuple[list[str], list[str]]:
     """Of a kernel as a launch marks its arguments: tensors are aligned, and a specialised integer
     that 16 divides."""
     names = kernel.arg_names
@@ -120,7 +123,7 @@ def loads_around_the_wait(kernel, types, constants) -> tuple[list[str], list[str
     marked = [name for name in types if name not in unmarked and types[name] != "fp32"]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in marked}
     source = ASTSource(kernel, signature, constants, attrs)
-    options = {"num_warps": 4, "launch_pdl": True}
+    options = {"num_warps": num_warps, "launch_pdl": True}
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     early, late = ([line for line in part.splitlines() if "ld.global" in line]
                    for part in ptx.split("griddepcontrol.wait", 1))  # fmt: skip

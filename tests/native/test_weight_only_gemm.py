@@ -33,7 +33,7 @@ FIELDS = [
     "is_widen", "code", "is_bf16", "has_clusters", "row_tiles", "splits", "codes", "scales",
     "row_factors", "n", "k", "column_tiles", "groups", "scale_rows", "column_shift", "x",
     "x_scales", "m", "ldx", "bias", "out", "ldo", "blocks", "num_blocks", "block_rows", "order",
-    "top_k", "has_blocks_before",
+    "top_k", "has_blocks_before", "num_sms",
 ]  # fmt: skip
 # int4-group, by activations in E4M3.
 W4A8 = ("w4a8[32]", "w4a8[128]")
@@ -65,6 +65,7 @@ def call(program, packed, out, x=None, bias=None, blocks=None, order=None, x_sca
         "column_shift": 31,
         "ldo": out.stride(0),
         "top_k": 1,
+        "num_sms": 132,
     }
     if packed.scales is not None and packed.format != "nvfp4":
         header["groups"], header["scale_rows"] = packed.scales.shape[-2:]
@@ -238,6 +239,24 @@ def test_blocks_of_experts_are_exact_and_touch_no_other_rows(program, name, bloc
     out, expected = poisoned(60, 48), poisoned(60, 48)
     bias = torch.randint(-8, 9, (4, 48)).float()
     experts = {"block_rows": block_rows, "top_k": 2, "has_blocks_before": block_rows % 2}
+    call(program, packed, out, q, bias, blocks, order, x_scales, **experts)
+    fill_blocks(expected, x, order, blocks, weights, block_rows, bias)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-block", "int4-group[32]", "w4a8[128]"])
+@pytest.mark.parametrize("block_rows", [8, 16])
+def test_rows_that_a_thread_block_multiplies_one_after_another_are_exact(program, name, block_rows):
+    """Of a chip with one multiprocessor, which holds three thread blocks. More tiles of columns
+    than are in flight, and rows that are no multiple of a thread block's."""
+    weights = [exact_linear(name, (136, 24), 2832) for _ in range(2)]
+    packed = pack_experts(iter(weights), 2, by_fp8=name in W4A8)
+    x, order = torch.randint(-1, 2, (9, 2832)).bfloat16(), torch.randperm(18).int()
+    q, x_scales = (x.to(FP8), torch.ones(9)) if name in W4A8 else (x, None)
+    blocks = torch.tensor([[1], [2], [18]]).int()
+    out, expected, bias = poisoned(18, 160), poisoned(18, 160), torch.zeros(2, 160)
+    experts = {"block_rows": block_rows, "top_k": 2, "num_sms": 1}
     call(program, packed, out, q, bias, blocks, order, x_scales, **experts)
     fill_blocks(expected, x, order, blocks, weights, block_rows, bias)
     assert torch.equal(out.isnan(), expected.isnan())

@@ -23,7 +23,7 @@ struct Header {
   int64_t is_widen, code, is_bf16, has_clusters, row_tiles, splits;
   int64_t codes, scales, row_factors, n, k, column_tiles, groups, scale_rows, column_shift;
   int64_t x, x_scales, m, ldx, bias, out, ldo;
-  int64_t blocks, num_blocks, block_rows, order, top_k, has_blocks_before;
+  int64_t blocks, num_blocks, block_rows, order, top_k, has_blocks_before, num_sms;
 };
 
 int main(int, char** words) {
@@ -55,10 +55,11 @@ int main(int, char** words) {
     error =
         launch_weight_only_widen(args.weight, code, h.is_bf16, h.splits, h.m, args.out, nullptr);
   } else {
-    WeightOnlyShape shape = {static_cast<int>(h.row_tiles), static_cast<int>(h.splits)};
     const int tokens = args.blocks == nullptr ? args.m : args.block_rows;
-    if (shape.row_tiles == 0) {
-      shape = weight_only_shape(code, tokens, args.weight, 132, h.has_clusters);
+    WeightOnlyShape shape =
+        weight_only_shape(code, tokens, args.num_blocks, args.weight, h.num_sms, h.has_clusters);
+    if (h.row_tiles != 0) {
+      shape.row_tiles = static_cast<int>(h.row_tiles), shape.splits = static_cast<int>(h.splits);
     }
     error = code == WeightCode::kW4a8
                 ? launch_w4a8(args, h.is_bf16, shape, h.has_clusters, nullptr)

@@ -115,10 +115,10 @@ def multiply_experts(
     order: Tensor | None = None, top_k: int = 1, bias: Tensor | None = None,
     has_blocks_before: bool = False, row_tiles: int = 0, splits: int = 0,
 ) -> Tensor:  # fmt: skip
-    """[num_rows, N]: rows of each block (`moe_rows.Sorted`) times its expert, plus its bias, float32
-    [E, N]. Row r is of row order[r] / top_k of x; without order, of row r. Rows of no block are not
-    written. has_blocks_before: between the kernel that writes blocks and this one are two others
-    that wait for what comes before them, so that weights need not wait for the last of them."""
+    """[num_rows, N]: rows of each block (`moe_rows.Sorted`) times its expert, plus its bias,
+    float32 [E, N]. Row r is of row order[r] / top_k of x; without order, of row r. Rows of no block
+    are not written. has_blocks_before: two kernels that wait for what comes before them lie between
+    the one that writes blocks and this one, whose weights need not wait for the last of them."""
     out = x.new_empty(num_rows, weight.num_rows)
     _marlin_gemm_grouped(
         *_operand(x, weight), *weight.parts, bias, blocks, order, out, *weight.form, block_rows,
