@@ -12,9 +12,10 @@ from vllm.core.request import EngineRequest
 from vllm.engine import supervision
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.async_llm import AsyncLLM
+from vllm.engine.input_processor import is_quick
 from vllm.engine.output_processor import RequestState
 from vllm.errors import RequestError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 
 def args(folder, **options):
@@ -55,6 +56,23 @@ def served(checkpoint, body) -> None:
             await llm.shutdown()
 
     asyncio.run(run())
+
+
+def test_only_a_few_token_ids_are_read_in_the_event_loop():
+    few, many = [5] * 100, [5] * 100_000
+    assert is_quick(few, SamplingParams(temperature=0.5, max_tokens=9, logprobs=2, stop=["a"]))
+    assert is_quick({"prompt_token_ids": few, "cache_salt": "a"}, SamplingParams())
+    for prompt in ("text", {"prompt": "text"}, many, {"prompt_token_ids": many}, (5, 6)):
+        assert not is_quick(prompt, SamplingParams()), prompt
+    for given in (
+        {"n": 2},
+        {"bad_words": ["a"]},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+        {"allowed_token_ids": many},
+        {"logit_bias": {5: 1.0}},
+        {"stop_token_ids": many},
+    ):
+        assert not is_quick(few, SamplingParams(**given)), given
 
 
 def test_what_is_told_at_once_is_not_yielded_and_all_else_is(checkpoint):

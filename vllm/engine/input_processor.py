@@ -189,10 +189,12 @@ class InputProcessor:
 
 def is_quick(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether `process` takes less time than a thread would: a few token ids, and nothing else to
-    tokenise or to parse."""
+    tokenise, to parse or to check one by one."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-    is_short = isinstance(ids, list) and len(ids) <= _QUICK_TOKENS
-    return is_short and not (params.structured_outputs or params.bad_words)
+    is_short = isinstance(ids, list) and len(ids) <= _QUICK_TOKENS and params.n == 1
+    p = params
+    tokens = p.allowed_token_ids or p.logit_bias or p.logprob_token_ids or p.stop_token_ids
+    return is_short and not (tokens or p.structured_outputs or p.bad_words)
 
 
 def _refusal(text: str) -> RequestError:

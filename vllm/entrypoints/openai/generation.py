@@ -199,11 +199,12 @@ class Answer(ABC):
         def event_of(text: str) -> bytes:
             return _event(head, {"choices": [self.text_choice(text)], **usage})
 
+        is_plain = self.is_plain
         around: list[bytes] = []  # its text, which is all that plain events differ in
 
         def event(text: str, num_tokens: int) -> bytes:
             self.num_completion_tokens += num_tokens
-            if not self.is_plain:
+            if not is_plain:
                 return event_of(text)
             if not around:
                 around.extend(event_of(_MARK).rsplit(_ENCODED_MARK, 1))
