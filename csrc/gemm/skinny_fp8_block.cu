@@ -3,16 +3,16 @@
 namespace vllm::gemm {
 namespace {
 
-// Of an SM's memory, percent for shared memory: the rest holds the bytes of W that are on their way.
-// Without it the kernel runs with what the one before left it, after sm90_fp8_block_kernel next to
-// nothing: 21 us instead of 13 for 4096 x 12288 (H200). 15 to 40 are alike, 60 is slower.
+// Of an SM's memory, percent for shared memory: the rest holds the bytes of W that are on their
+// way. Without it the kernel runs with what the one before left it, after sm90_fp8_block_kernel
+// next to nothing: 21 us instead of 13 for 4096 x 12288 (H200). 15 to 40 are alike, 60 is slower.
 constexpr int kSharedPercent = 30;
 
 template <typename T, bool kIsQuantised, int kTokenTiles, int kRowTiles, int kWarps>
 cudaError_t launch(const SkinnyArgs& args, cudaStream_t stream) {
   const auto kernel = skinny_fp8_block_kernel<T, kIsQuantised, kTokenTiles, kRowTiles, kWarps>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedPercent);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedPercent);
   if (error != cudaSuccess) return error;
   // Lets the next kernel of the stream begin to read its own weights while this one ends.
   cudaLaunchAttribute overlap;

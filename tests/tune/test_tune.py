@@ -78,7 +78,7 @@ def test_token_counts_up_to_512_are_sizes_of_captured_graphs():
 def test_one_problem_is_measured_once_and_what_offers_no_choice_is_told():
     merged = linear(parts=(2048, 2048), bias=True)
     partial = linear(parts=(4000, 96))  # padding makes it another size
-    planned = plan([linear(), merged, linear("bf16"), partial], H100, LIBS["all"])
+    planned = plan([linear(), merged, linear("bf16", n=8192, k=8192), partial], H100, LIBS["all"])
     assert {str(j.problem) for j in planned.jobs} == {str(linear()), str(partial)}
     assert any("torch alone" in note for note in planned.notes)
 
