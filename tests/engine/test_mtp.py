@@ -219,6 +219,28 @@ def test_requests_end_where_the_context_does(with_mtp, room):
     drafted.check(Reference(folder))
 
 
+@pytest.mark.parametrize("room", [0, 3, 6])
+def test_attention_that_the_host_plans_ends_where_the_context_does(with_mtp, monkeypatch, room):
+    """Drafts that are all accepted come to the last position with more tokens than it has room."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 8, "rejection_sample_method": "synthetic",
+              "synthetic_acceptance_rate": 1.0}  # fmt: skip
+    llm = LLM(with_mtp("glm4_moe"), **OPTIONS | {"max_model_len": 48}, speculative_config=drafts)
+    drafter, planned = llm.llm_engine.core.runner._drafter, []
+    drafter._is_planned = True
+    own_forward = drafter.forward
+
+    def forward(filled, hidden):
+        (group,) = filled.groups
+        planned.extend(group.host.seq_lens.tolist())
+        return own_forward(filled, hidden)
+
+    monkeypatch.setattr(drafter, "forward", forward)
+    given = [{"prompt_token_ids": [5 + i] * (16 + room + i)} for i in range(3)]
+    found = ask(llm, given, sampling(max_tokens=None, allowed_token_ids=None, temperature=0.3))
+    assert {len(one[0]) + len(p["prompt_token_ids"]) for one, p in zip(found, given)} == {48}
+    assert 44 < max(planned) <= 48
+
+
 def test_a_prompt_as_long_as_the_context_is_scored_beside_drafts(with_mtp):
     folder, options = with_mtp("glm4_moe"), OPTIONS | {"max_model_len": 48}
     given = [{"prompt_token_ids": [5] * 12}, {"prompt_token_ids": [*range(10, 58)]}]

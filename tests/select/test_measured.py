@@ -72,6 +72,12 @@ def test_a_weight_that_is_not_quantised_is_split_where_that_was_measured():
         assert ask(large, "90", timings=few).chosen == "torch"
 
 
+def test_of_weights_that_are_not_quantised_small_ones_need_no_measurement():
+    small = linear("bf16", n=64, k=2048, m_range=(1, 16))
+    assert ask(small, "90").chosen == "skinny"
+    assert ask(replace(small, n=257), "90").chosen == "torch"
+
+
 @pytest.mark.parametrize(
     ("libs", "chosen"),
     [

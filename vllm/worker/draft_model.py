@@ -18,7 +18,7 @@ from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.model_loader import load_head, load_model
 from vllm.model_executor.models.decoder import CausalLM
 from vllm.model_executor.models.eagle3 import Eagle3Head
-from vllm.worker.drafts import GreedyDrafter, Proposals, StepTokens
+from vllm.worker.drafts import GreedyDrafter, Proposals
 from vllm.worker.input_batch import InputBatch
 
 
@@ -84,7 +84,7 @@ class ModelDrafter(GreedyDrafter):
         given: Tensor = self.model(filled)
         return given
 
-    def propose(self, request_ids: Sequence[str], most: int, step: StepTokens) -> Proposals:
+    def propose(self, request_ids: Sequence[str], most: int) -> Proposals:
         if not most:
             return Proposals({})
         begin, batch = time.perf_counter(), self.batch

@@ -74,9 +74,9 @@ class Drafter:
     def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
         """After a step that may still run on the device: what gives up to `most` draft tokens for
         each request with new ones. A drafter that can launches all of that here."""
-        return partial(self.propose, most=most, step=step)
+        return partial(self.propose, most=most)
 
-    def propose(self, request_ids: Sequence[str], most: int, step: StepTokens) -> Proposals:
+    def propose(self, request_ids: Sequence[str], most: int) -> Proposals:
         """Up to `most` tokens for each of these requests, whose tokens are all known."""
         return Proposals({})
 
@@ -213,9 +213,10 @@ class GreedyDrafter(Drafter, ABC):
             on_device = to_device(first, hidden.device)
         for step in range(1, int(chosen.limits[0])):
             count = int(np.count_nonzero(chosen.limits > step))
-            filled, group = _first_of(whole, count, first + step + 1)
-            filled.input_ids.copy_(found[-1][:count])
             # Drafts that would end past the last position are cut later.
+            ends = np.minimum(first + step + 1, self._width)
+            filled, group = _first_of(whole, count, ends)
+            filled.input_ids.copy_(found[-1][:count])
             at = (on_device[:count] + step).clamp_(max=self._width - 1)
             filled.positions.copy_(at)
             group.seq_lens.copy_(at + 1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm.config.speculative import SpeculativeConfig
-from vllm.worker.drafts import Drafter, Proposals, StepTokens
+from vllm.worker.drafts import Drafter, Proposals
 from vllm.worker.input_batch import InputBatch
 
 
@@ -35,7 +35,7 @@ class NgramDrafter(Drafter):
     def __init__(self, config: SpeculativeConfig, batch: InputBatch):
         self._config, self._batch = config, batch
 
-    def propose(self, request_ids: Sequence[str], most: int, step: StepTokens) -> Proposals:
+    def propose(self, request_ids: Sequence[str], most: int) -> Proposals:
         config, batch, drafts = self._config, self._batch, {}
         rows = [batch.row_of.get(request_id) for request_id in request_ids] if most else []
         for request_id, row in zip(request_ids, rows):

@@ -19,23 +19,31 @@ from vllm.machine import NATIVE
 if TYPE_CHECKING:
     from vllm.kernels.interface import LinearKernel, LinearTensors
 
-# Numbers of a weight in half precision, and columns, of which a program keeps four rows in
-# registers. Estimated, and chosen by measurement alone: few tokens are a part of a split. Where a
-# weight has more, reading it takes cuBLAS so long that its last wave does not matter.
-MAX_SIZE, MAX_COLUMNS = 1 << 25, 1 << 13
+# Tokens that it serves. Columns of a weight in half precision, of which a program keeps four rows
+# in registers. Numbers of such a weight: where it has more, reading it takes cuBLAS so long that its
+# last wave does not matter (estimated). As a part of a split measurements choose it; where nothing
+# but few tokens is asked for it comes first, so that weights are no larger than measured faster.
+MAX_TOKENS, MAX_COLUMNS = 16, 1 << 13
+MAX_SIZE, MAX_SIZE_UNMEASURED = 1 << 25, 1 << 19
 
 
 def _is_not_large(problem: Problem) -> list[Reason]:
     assert isinstance(problem, LinearProblem)
-    is_fitting = problem.k <= MAX_COLUMNS and problem.n * problem.k <= MAX_SIZE
+    most = MAX_SIZE if problem.m_range[1] > MAX_TOKENS else MAX_SIZE_UNMEASURED
+    is_fitting = problem.k <= MAX_COLUMNS and problem.n * problem.k <= most
     # Without the sizes of the problem: layers that are refused alike are shown together.
     return shared.shape_reasons(
-        (not is_fitting, f"takes K up to {MAX_COLUMNS} and N * K up to {MAX_SIZE}")
+        (not is_fitting, f"takes K up to {MAX_COLUMNS} and N * K up to {most}")
     )
 
 
 _Spec = partial(
-    KernelSpec, backend="skinny", family="linear", dtypes=shared.HALF, k_align=16, max_tokens=16
+    KernelSpec,
+    backend="skinny",
+    family="linear",
+    dtypes=shared.HALF,
+    k_align=16,
+    max_tokens=MAX_TOKENS,
 )
 _Native = partial(
     _Spec,
