@@ -26,7 +26,7 @@ The server's own account of the same requests, from /metrics, means:
   queue_ms     from arrival to the schedule of the first step; prefill_ms from there to the first
                token; http_ms: the rest of what clients waited
   steps        computed by the engine, with the tokens of one
-The result file is written anew after each case.
+The result file is written anew after each case and number of clients.
 """
 
 import argparse
@@ -93,7 +93,9 @@ def main() -> None:
             with served(folder, given) as url:
                 load = Load(url, vocab_size, args)
                 for case in cases:
-                    tell(case, getattr(load, case)(results))
+                    found = getattr(load, case)(results)
+                    for part in [found] if isinstance(found, dict) else found:
+                        tell(case, part)
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -195,17 +197,17 @@ class Load:
             found = summary([self._round(clients)])
         return found | {"limits": {"ttft_ms": {"p50": TTFT_MS}, "requests_s": PER_S}}
 
-    def waves(self, results: Mapping[str, Any]) -> dict[str, Any]:
+    def waves(self, results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """After each number of clients what was found so far."""
         num_in, num_out = self._cut(WAVE)
-        found = {}
+        found: dict[str, Any] = {}
         for count in self._args.clients:
             clients = [
                 [Request(f"waves {count} {i} {k}", num_in, num_out) for k in range(WAVES)]
                 for i in range(count)
             ]
             found[str(count)] = summary([self._round(clients)])
-            print(f"{count} clients", json.dumps(found[str(count)]), flush=True)
-        return found
+            yield found
 
     def _cut(self, lengths: tuple[int, int]) -> tuple[int, int]:
         return min(lengths[0], self._args.longest), min(lengths[1], self._args.longest)

@@ -103,6 +103,27 @@ def test_what_is_told_at_once_is_not_yielded_and_all_else_is(checkpoint):
     served(checkpoint, body)
 
 
+def test_what_tell_raises_ends_its_request_alone(checkpoint):
+    def tell(state: RequestState) -> bool:
+        raise KeyError("arguments")
+
+    async def body(llm: AsyncLLM) -> None:
+        params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, temperature=0,
+                                output_kind=RequestOutputKind.DELTA)  # fmt: skip
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+
+        async def number(name: str) -> int:
+            outputs = [output async for output in llm.generate(prompt, params, name)]
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        other = asyncio.create_task(number("other"))
+        with pytest.raises(KeyError, match="arguments"):
+            [output async for output in llm.generate(prompt, params, "one", tell=tell)]
+        assert await other == 40 and not llm.errored and not llm.trouble
+
+    served(checkpoint, body)
+
+
 KINDS = (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)
 
 

@@ -1,7 +1,7 @@
 """Pieces of text join to the whole, never split a character, and never show a stop text."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import CORPUS, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
@@ -50,6 +50,7 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(text, prompt, sizes):
     prompt=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=8),
     sizes=st.lists(st.integers(1, 2), min_size=1, max_size=3),
 )
+@example(tokens=[0, 100], prompt=[132], sizes=[1])
 def test_pieces_are_the_same_where_texts_of_tokens_are_kept(tokens, prompt, sizes):
     """Of any tokens: bytes that are no characters, special ones, and some that no text has."""
     assert has_own_texts(TOKENIZER)

@@ -93,6 +93,8 @@ def served(model: Path, body: Callable[[int], Awaitable[None]], **settings: Any)
         llm, stop = AsyncLLM(EngineArgs.from_keywords(model=str(model))), Stop()
         try:
             with socket.create_server(("127.0.0.1", 0)) as listener:
+                # Else the kernel takes a whole answer, whether its client reads or not.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
                 ready = asyncio.Event()
                 server = Server(llm, ServerSettings(**{**SETTINGS, **settings}), stop)
                 serving = asyncio.create_task(server.run(listener, lambda name: ready.set()))
@@ -142,7 +144,19 @@ def test_direct_events_have_the_bytes_of_those_of_the_generator(
     served(tiny_model, body, reasoning_parser=reasoning)
 
 
-def test_a_client_that_reads_nothing_gets_all_of_it_later(tiny_model: Path) -> None:
+def test_a_client_that_reads_nothing_gets_all_of_it_later(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its events wait as text, not as bytes to send."""
+    held: list[int] = []
+    write = Connection.write
+
+    def noted(self: Connection, part: bytes) -> None:
+        write(self, part)
+        held.append(self._cycle.transport.get_write_buffer_size())
+
+    monkeypatch.setattr(Connection, "write", noted)
+
     async def body(port: int) -> None:
         fields = {"prompt": "ban fick", "max_tokens": 1500}
         quick = text_of(events(await exchange(port, "/v1/completions", fields)))
@@ -161,6 +175,7 @@ def test_a_client_that_reads_nothing_gets_all_of_it_later(tiny_model: Path) -> N
         while part := await asyncio.to_thread(slow.recv, 1 << 16):
             parts.append(part)
         assert text_of(events(b"".join(parts))) == quick
+        assert 60_000 < max(held) < 70_000
 
     served(tiny_model, body)
 

@@ -43,7 +43,8 @@ class Detokenizer:
         is_between = len(self._window) == self._num_context  # no character is begun
         if self._texts is not None and is_between and len(token_ids) == 1:
             own = self._own_text(token_ids[0])
-            if _REPLACEMENT not in own:
+            # After a token without text, bytes may go on with what the context ends in.
+            if own and _REPLACEMENT not in own:
                 if self._window:
                     self._window, self._num_context, self._num_given = [], 0, 0
                 return own

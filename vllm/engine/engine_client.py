@@ -58,8 +58,12 @@ class InFlightRequest:
     tell: Callable[[RequestState], bool] | None = None
 
     def wake(self) -> None:
-        """There is something new to tell."""
-        if not (self.is_idle and self.tell is not None and self.tell(self.state)):
+        """There is something new to tell. What `tell` raises ends this request alone."""
+        try:
+            is_told = self.is_idle and self.tell is not None and self.tell(self.state)
+        except Exception as error:
+            self.state.error, is_told = error, False
+        if not is_told:
             self.updated.set()
 
     def begin(self) -> None:
@@ -192,7 +196,7 @@ class EngineClient(EngineCalls):
         part of. priority: lower is earlier, with --scheduling-policy priority. client: who asks;
         clients share the places equally. tell: takes what is new while the caller waits for it, in
         the moment when it arrives; where it returns False, having taken nothing, the generator
-        yields it. Raises RequestError or EngineDeadError."""
+        yields it. Raises RequestError, EngineDeadError, or what `tell` raised."""
         refuse_lora(lora_request)
         await self._when_ready()
         self._check_open()

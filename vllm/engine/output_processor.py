@@ -64,7 +64,7 @@ class RequestState:
         self._unread_prompt: list[TokenLogprobs] | None = None
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
-        self.error: RequestError | None = None
+        self.error: Exception | None = None
         self.times = RequestStateStats(time.time(), time.monotonic())
         self.is_counted = False
         self._tokenizer = tokenizer

@@ -87,8 +87,8 @@ class Answer(ABC):
 
     request_id: as the client sees it. token_ids: of each prompt. kind, chunk_kind: `object` of the
     response and of an event. cached_tokens: prompt tokens found in the prefix cache, by prompt.
-    extra: what a response that is not streamed has beside its choices. direct: of a stream; None
-    where events have more than text.
+    extra: what a response that is not streamed has beside its choices. direct: of a
+    connection that takes events at once (`direct_events.py`), else None.
     """
 
     service: Service

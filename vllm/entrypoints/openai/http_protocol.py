@@ -65,7 +65,7 @@ class Connection:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the client is there and has taken what was written before, but for a few KiB."""
+        """Whether the client is there and has taken what was written before, but for 64 KiB."""
         return not self._flow.write_paused and not self._cycle.disconnected
 
     def write(self, part: bytes) -> None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from vllm.kernels.interface import LinearKernel, LinearTensors
 
 # Tokens that it serves. Columns of a weight in half precision, of which a program keeps four rows
-# in registers. Numbers of such a weight: where it has more, reading it takes cuBLAS so long that its
-# last wave does not matter (estimated). As a part of a split measurements choose it; where nothing
-# but few tokens is asked for it comes first, so that weights are no larger than measured faster.
+# in registers. Numbers of such a weight: where it has more, reading it takes cuBLAS so long that
+# its last wave does not matter (estimated). As a part of a split measurements choose it; where only
+# few tokens are asked for it comes first without any, and takes what was measured to be faster.
 MAX_TOKENS, MAX_COLUMNS = 16, 1 << 13
 MAX_SIZE, MAX_SIZE_UNMEASURED = 1 << 25, 1 << 19
 
