@@ -15,7 +15,7 @@ from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config.speculative import SpeculativeConfig
 from vllm.core.request import Request
 from vllm.core.speculation import Speculation
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, RequestError
 from vllm.worker.drafts import Proposals
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.numerics import BROKEN
@@ -283,6 +283,13 @@ def test_a_wrong_configuration_is_refused_with_what_it_takes(given, said):
     with pytest.raises(ConfigError) as error:
         SpeculativeConfig.of({"method": "mtp"} | given)
     assert str(error.value).startswith("--speculative-config: ") and said in str(error.value)
+
+
+def test_log_probabilities_are_refused(folders):
+    llm = LLM(folders["glm4_moe"], **OPTIONS, speculative_config=at(0.6))
+    with pytest.raises(RequestError, match="accepted by lot"):
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4, logprobs=1), use_tqdm=False)
+    assert len(ask(llm, PROMPTS[:1], several()[:1])[0][0]) == 60
 
 
 def test_a_warning_says_that_answers_are_not_the_models(checkpoint, caplog):

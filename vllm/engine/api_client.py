@@ -170,7 +170,7 @@ class ApiClient(EngineClient):
     def _connect(self, state: ServerState) -> None:
         model = dataclasses.replace(self.model_config, max_model_len=state.max_model_len)
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
-        self._inputs = InputProcessor(model, self.tokenizer)
+        self._inputs = InputProcessor(self.vllm_config, self.tokenizer)
         links = [
             _Link(self._context, self.name, rank, state) for rank in range(len(state.addresses))
         ]

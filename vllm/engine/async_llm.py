@@ -96,7 +96,7 @@ class AsyncLLM(EngineClient):
         max_model_len = min(message.max_model_len for message in ready)
         model = dataclasses.replace(self.model_config, max_model_len=max_model_len)
         self.vllm_config = dataclasses.replace(self.vllm_config, model_config=model)
-        self._inputs = InputProcessor(model, self.tokenizer)
+        self._inputs = InputProcessor(self.vllm_config, self.tokenizer)
         self._kernels = ready[0].kernels
         self.metrics.record_cache_config(self.vllm_config.cache_config, ready[0].num_blocks)
         for engine, message in zip(self._engines, ready):

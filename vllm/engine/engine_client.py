@@ -87,7 +87,7 @@ class EngineClient(EngineCalls):
         self.metrics = Metrics(model.served_model_name[0], model.max_model_len, num_engines)
         self._is_stopping = False
         self._outputs = OutputProcessor(tokenizer, vllm_config.scheduler_config.stream_interval)
-        self._inputs = InputProcessor(model, tokenizer)
+        self._inputs = InputProcessor(vllm_config, tokenizer)
         self._in_flight: dict[str, InFlightRequest] = {}
         self._num_sent = 0
         self._dead = asyncio.Event()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vllm.config.model import ModelConfig
+from vllm.config import VllmConfig
 from vllm.core.request import EngineRequest
 from vllm.errors import RequestError
 from vllm.inputs import PromptType
@@ -41,10 +41,12 @@ class ProcessedInput:
 class InputProcessor:
     """Raises RequestError for what the engine cannot serve."""
 
-    def __init__(self, config: ModelConfig, tokenizer: Any):
-        self.config = config
+    def __init__(self, config: VllmConfig, tokenizer: Any):
+        self.config = config.model_config
         self.tokenizer = tokenizer
-        id_range = msgspec.Meta(ge=0, lt=config.vocab_size)
+        drafts = config.speculative_config
+        self._accepts_by_lot = drafts is not None and drafts.acceptance_rate is not None
+        id_range = msgspec.Meta(ge=0, lt=self.config.vocab_size)
         self._ids_type = list[Annotated[int, id_range]]
 
     def process(
@@ -174,6 +176,12 @@ class InputProcessor:
                 raise RequestError(
                     f"logit_bias of token {token} is {bias}: it takes -100 to 100", "logit_bias"
                 )
+        if self._accepts_by_lot and params.logprobs is not None:
+            raise RequestError(
+                f"logprobs = {params.logprobs}: draft tokens are accepted by lot and have none "
+                "(rejection_sample_method synthetic); ask without them",
+                "logprobs",
+            )
         needs_text = params.stop_strings or params.structured_outputs or params.bad_words
         if self.tokenizer is None and needs_text:
             raise RequestError(

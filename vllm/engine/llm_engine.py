@@ -44,7 +44,7 @@ class LLMEngine:
         self.config = self.core.config
         model = self.config.model_config
         self.tokenizer: Any = tokenizer and tokenizer.result()
-        self.inputs = InputProcessor(model, self.tokenizer)
+        self.inputs = InputProcessor(self.config, self.tokenizer)
         self.outputs = OutputProcessor(self.tokenizer)
         self._changed: dict[str, RequestState | PoolingState] = {}
         self.finished: dict[str, RequestOutput | PoolingRequestOutput] = {}
