@@ -41,7 +41,8 @@ def owner_of(server: RunningServer, connection: socket.socket) -> int:
     """The API process that has accepted a connection."""
     ends = (f":{server.port:04X}", f":{connection.getsockname()[1]:04X}")
     rows = [row for row in connections() if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
-    ((*_, inode),) = [row[:10] for row in rows]
+    # The kernel may list one twice while others come and go, and one that has ended as 0.
+    (inode,) = {row[9] for row in rows} - {"0"}
     (pid,) = [pid for pid in server.api_pids() if f"socket:[{inode}]" in descriptors(pid)]
     return pid
 
