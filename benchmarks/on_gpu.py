@@ -118,29 +118,24 @@ PARTS = (
         OWN,
     ),
     *(
-        Part(
-            f"{name}_short",
-            seconds,
-            f"benchmarks/serving/bench_short_prompts.py Qwen/{model} --out {{out}}",
-            OWN,
+        Part(f"{name}_{kind}", seconds, f"{script}.py Qwen/{model} --out {{out}}", OWN)
+        for kind, script, parts in (
+            (
+                "short",
+                "benchmarks/serving/bench_short_prompts",
+                (
+                    ("8b", 60, "Qwen3-8B-FP8"),
+                    ("30b", 90, "Qwen3-30B-A3B-FP8"),
+                    ("35b", 120, "Qwen3.5-35B-A3B-FP8"),
+                ),
+            ),
+            (
+                "http",
+                "benchmarks/serving/bench_http",
+                (("8b", 180, "Qwen3-8B-FP8"), ("30b", 240, "Qwen3-30B-A3B-FP8")),
+            ),
         )
-        for name, seconds, model in (
-            ("8b", 60, "Qwen3-8B-FP8"),
-            ("30b", 90, "Qwen3-30B-A3B-FP8"),
-            ("35b", 120, "Qwen3.5-35B-A3B-FP8"),
-        )
-    ),
-    *(
-        Part(
-            f"{name}_http",
-            seconds,
-            f"benchmarks/serving/bench_http.py Qwen/{model} --out {{out}}",
-            OWN,
-        )
-        for name, seconds, model in (
-            ("8b", 180, "Qwen3-8B-FP8"),
-            ("30b", 240, "Qwen3-30B-A3B-FP8"),
-        )
+        for name, seconds, model in parts
     ),
     Part("8b_start", 200, "benchmarks/serving/bench_start.py Qwen/Qwen3-8B-FP8 --out {out}"),
     Part("30b", 120, "benchmarks/serving/bench_gpu.py Qwen/Qwen3-30B-A3B-FP8 --out {out}", OWN),

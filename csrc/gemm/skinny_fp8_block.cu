@@ -5,7 +5,8 @@ namespace {
 
 // Of an SM's memory, percent for shared memory: the rest holds the bytes of W that are on their
 // way. Without it the kernel runs with what the one before left it, after sm90_fp8_block_kernel
-// next to nothing: 21 us instead of 13 for 4096 x 12288 (H200). 15 to 40 are alike, 60 is slower.
+// next to nothing: 21 us instead of 13 for 4096 x 12288 (H200, docs/performance.md). This is more
+// than the sums of two thread blocks take.
 constexpr int kSharedPercent = 30;
 
 template <typename T, bool kIsQuantised, int kTokenTiles, int kRowTiles, int kWarps>
