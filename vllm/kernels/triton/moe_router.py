@@ -20,8 +20,8 @@ from vllm.utils.math_utils import cdiv, next_power_of_2, round_up
 # still runs. Estimated: each block of tokens reads the whole gate again.
 MOST_SPLIT = 128
 ROWS, BLOCK_E, BLOCK_K = 16, 16, 512
-# Columns that rows of logits are filled up to: who reads those of no expert finds 16 to divide their
-# stride whatever the number of tokens, or Triton would compile it twice.
+# Columns that rows of logits are filled up to: who reads those of no expert finds 16 to divide
+# their stride whatever the number of tokens, or Triton would compile it twice.
 _ALIGNED = 16
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
