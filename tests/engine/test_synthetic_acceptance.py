@@ -137,7 +137,7 @@ def test_steps_that_overlap_and_are_captured_accept_the_same(folders):
     num_accepted, num_drafted = accepted(llm)
     assert_share(num_accepted, num_drafted, 0.6, 2)
     # Drafts of one request alone leave no place for padding, or a place for one token.
-    shapes = {1: (2, 1), 2: (4, 3)}
+    shapes = {1: (2, 2, 1), 2: (4, 3, 3)}
     for most, shape in shapes.items():
         before = graphs.num_replays[shape]
         assert ask_with(llm, most, params[:1]) == ask_with(plain, most, params[:1])

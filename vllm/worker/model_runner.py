@@ -104,6 +104,7 @@ class ModelRunner:
         self._inputs = StepInputs(
             self._max_tokens, config.scheduler_config.max_num_seqs, *pages, self.device,
             num_groups=len(tables), keeps_draft_states=config.num_draft_states > 0,
+            verifies_drafts=config.speculative_config is not None,
         )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
@@ -177,7 +178,7 @@ class ModelRunner:
             torch.cuda.reset_peak_memory_stats()
             largest = self._prompt_shapes[-1]
             self._parallel.num_tokens_across_dp = (largest.tokens,) * self._parallel.data.size
-            self.model(inputs.padding(*largest, max_seq_len=longest))
+            self.model(inputs.padding(largest.tokens, largest.seqs, longest))
             torch.cuda.synchronize()
             peak_bytes += torch.cuda.max_memory_allocated() - before
         return peak_bytes
@@ -366,7 +367,8 @@ class ModelRunner:
         the tokens; and how many of them the layers computed."""
         if self._prompt_graphs is not None:
             num_tokens = int(counts.sum())
-            shape = self._prompt_graphs.fitting(lambda one: one.holds(num_tokens, len(rows)))
+            step = num_tokens, int(counts.max()), len(rows)
+            shape = self._prompt_graphs.fitting(lambda one: one.holds(*step))
             if shape is not None:
                 filled = self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
                 if late is not None:
