@@ -20,7 +20,7 @@ _FEW_SEQS = 8  # requests in the smaller of the two prompt graphs of a size
 _VERIFIED = 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512  # tokens of steps that verify drafts
 # Most tokens of one request in such a shape: more are not computed by the kernels of decode steps
 # (BY_TOKEN in `kernels/triton/delta_rule_kernels.py`), and take the shapes of prompts.
-_MOST_VERIFIED = 8
+MOST_VERIFIED = 8
 
 Shape = TypeVar("Shape", int, "PromptShape")
 
@@ -52,7 +52,7 @@ def prompt_shapes(max_tokens: int, max_seqs: int, num_drafts: int = 0) -> list[P
     128 tokens on, consecutive sizes differ by a factor of at most 1.5. num_drafts: draft tokens of
     a request and step at most; more than verification shapes hold take a smaller size too."""
     sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
-    sizes += [2 * _MOST_VERIFIED] if num_drafts >= _MOST_VERIFIED else []
+    sizes += [2 * MOST_VERIFIED] if num_drafts >= MOST_VERIFIED else []
     counts = {size for size in sizes if size < max_tokens and size not in (48, 96)}
     seqs = {min(_FEW_SEQS, max_seqs + 1), max_seqs + 1}
     counts = {count for count in counts | {max_tokens} if count > 1}  # 0 tokens: no shapes
@@ -69,7 +69,7 @@ def verification_shapes(max_tokens: int, max_seqs: int, num_drafts: int) -> list
     n, and is what the shape has for n = m: no more than T - 1, and than 2 * max_seqs, as T is at
     most L * max_seqs.
     """
-    most_of_one = min(num_drafts + 1, _MOST_VERIFIED)
+    most_of_one = min(num_drafts + 1, MOST_VERIFIED)
     most = min(max_tokens, max_seqs * most_of_one, max_seqs + STEP_DRAFT_TOKENS)
     sizes = {size for size in _VERIFIED if size < most} | {most}
     shapes = []

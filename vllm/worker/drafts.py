@@ -203,7 +203,7 @@ class GreedyDrafter(Drafter, ABC):
         self._scratch = np.arange(num_blocks, num_blocks + config.num_draft_blocks)
         pages, most = (batch.max_blocks, batch.block_size), scheduler.max_num_seqs
         num_tokens = scheduler.max_num_batched_tokens
-        self.inputs = StepInputs(num_tokens, most, *pages, device)
+        self.inputs = StepInputs(num_tokens, most, *pages, device, verifies_drafts=True)
         # Of one token for each request: filling in waits for what was filled in before.
         self._next_inputs = StepInputs(most, most, *pages, device, for_graphs=False)
         self.rows = _Rows(

@@ -23,7 +23,13 @@ from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
-from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, captured_prompts
+from vllm.worker.cuda_graph import (
+    MOST_VERIFIED,
+    CudaGraphs,
+    PromptShape,
+    bucket_sizes,
+    captured_prompts,
+)
 from vllm.worker.draft_model import load_draft_model
 from vllm.worker.drafts import (
     DraftsInFlight,
@@ -207,7 +213,7 @@ class ModelRunner:
                         self._prompts_once, self._prompt_shapes, prepare=prepare
                     )
                     pool = self._prompt_graphs.pool
-                    few = [shape for shape in self._prompt_shapes if shape.tokens <= 16]
+                    few = [one for one in self._prompt_shapes if one.longest <= MOST_VERIFIED]
                     self._drafter.capture(few, pool)
                 self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
 

@@ -75,13 +75,15 @@ class MTPDrafter(GreedyDrafter):
         return [*torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=is_cuda)]
 
     def capture(self, shapes: Sequence[PromptShape], pool: Any) -> None:
-        if not shapes or self._is_planned:
-            return
-        most = max(shape.tokens for shape in shapes), max(shape.seqs for shape in shapes)
+        if shapes and not self._is_planned:
+            self._reserve(shapes)
+            self._graphs = CudaGraphs(self._first_once, shapes, pool, self.inputs.pad_prompts)
+
+    def _reserve(self, shapes: Sequence[PromptShape]) -> None:
         given = self.given(self.model(self.inputs.padding(1)))
-        self._hidden = given.new_zeros(most[0], given.shape[1])
-        self._read_rows = torch.zeros(most[1], dtype=torch.int64, device=self.device)
-        self._graphs = CudaGraphs(self._first_once, shapes, pool, self.inputs.pad_prompts)
+        self._hidden = given.new_zeros(max(shape.tokens for shape in shapes), given.shape[1])
+        most_rows = max(shape.seqs for shape in shapes)
+        self._read_rows = torch.zeros(most_rows, dtype=torch.int64, device=self.device)
 
     def drop_graphs(self) -> None:
         self._graphs = None
@@ -96,9 +98,11 @@ class MTPDrafter(GreedyDrafter):
         if shape is None or self._graphs is None:
             return self.forward(filled, hidden)
         assert filled.read_rows is not None
+        num_rows = len(filled.read_rows)
         self._hidden[: len(hidden)] = hidden
-        self._read_rows[: len(filled.read_rows)] = filled.read_rows
-        return self._graphs.replay(shape)[: len(filled.read_rows)]
+        self._read_rows[:num_rows] = filled.read_rows
+        self._read_rows[num_rows : shape.seqs] = 0  # of padding: any token of the step
+        return self._graphs.replay(shape)[:num_rows]
 
     def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
         own = self._with_next_tokens(step)
@@ -164,8 +168,8 @@ class MTPDrafter(GreedyDrafter):
         """The graph to compute it with; None for none."""
         if self._graphs is None:
             return None
-        num_tokens, num_seqs = int(step.counts.sum()), len(step.rows)
-        return self._graphs.fitting(lambda one: one.holds(num_tokens, num_seqs))
+        sizes = int(step.counts.sum()), int(step.counts.max()), len(step.rows)
+        return self._graphs.fitting(lambda one: one.holds(*sizes))
 
     def _with_next_tokens(self, step: StepTokens) -> StepTokens:
         """The tokens of a step that another follows, or will once it has sampled."""
