@@ -23,6 +23,7 @@ from vllm.worker.cuda_graph import (
     CudaGraphs,
     PromptShape,
     bucket_sizes,
+    pays_off,
     prompt_shapes,
     step_shapes,
     verification_shapes,
@@ -101,6 +102,7 @@ def capture_drafts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
         drafter.inputs._make_decode_buffers(MAX_SEQS)
         drafter._reserve(few)
         drafter._graphs = GraphsOnCpu(drafter._first_once, few, drafter.inputs.pad_prompts)
+        drafter._fill_graphs = GraphsOnCpu(drafter._fill_once, few, drafter.inputs.pad_prompts)
     return drafter._graphs
 
 
@@ -284,6 +286,14 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
     assert prompt_shapes(2, 256) == [(2, 2, 1)] and not prompt_shapes(1, 256)
     assert all(s.tokens > s.seqs for n in range(2, 700, 9) for s in prompt_shapes(n, 256))
     assert all(s.longest == s.tokens for s in shapes)
+
+
+def test_long_prompts_are_captured_where_the_host_is_slower_than_the_device():
+    shapes = [shape for shape in prompt_shapes(4096, 256) if shape.tokens >= 2048]
+    assert [s.tokens for s in shapes] == [2048, 2048, 2560, 3072, 3584, 4096]
+    assert {s.seqs for s in shapes[2:]} == {257}
+    assert all(pays_off(shape, 0.095, 0.1) for shape in shapes)
+    assert [pays_off(shape, 0.08, 0.1) for shape in shapes] == [True] * 2 + [False] * 4
 
 
 def test_a_shape_holds_steps_whose_padding_it_has_requests_for():

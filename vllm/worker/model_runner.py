@@ -29,6 +29,7 @@ from vllm.worker.cuda_graph import (
     PromptShape,
     bucket_sizes,
     captured_prompts,
+    pays_off,
 )
 from vllm.worker.draft_model import load_draft_model
 from vllm.worker.drafts import (
@@ -210,7 +211,7 @@ class ModelRunner:
                 if wants_prompts:  # first: they need more memory
                     prepare = self._inputs.pad_prompts
                     self._prompt_graphs = CudaGraphs(
-                        self._prompts_once, self._prompt_shapes, prepare=prepare
+                        self._prompts_once, self._prompt_shapes, prepare=prepare, pays=pays_off
                     )
                     pool = self._prompt_graphs.pool
                     few = [one for one in self._prompt_shapes if one.longest <= MOST_VERIFIED]

@@ -40,6 +40,7 @@ class MTPDrafter(GreedyDrafter):
     reads_hidden = True
     ahead = 1
     _graphs: CudaGraphs[PromptShape] | None = None
+    _fill_graphs: CudaGraphs[PromptShape] | None = None  # of steps after which nothing is drafted
     # What the graphs read beside `inputs`: given hidden states, and after which tokens to draft.
     _hidden: Tensor
     _read_rows: Tensor
@@ -77,7 +78,9 @@ class MTPDrafter(GreedyDrafter):
     def capture(self, shapes: Sequence[PromptShape], pool: Any) -> None:
         if shapes and not self._is_planned:
             self._reserve(shapes)
-            self._graphs = CudaGraphs(self._first_once, shapes, pool, self.inputs.pad_prompts)
+            pad = self.inputs.pad_prompts
+            self._graphs = CudaGraphs(self._first_once, shapes, pool, pad)
+            self._fill_graphs = CudaGraphs(self._fill_once, shapes, pool, pad)
 
     def _reserve(self, shapes: Sequence[PromptShape]) -> None:
         given = self.given(self.model(self.inputs.padding(1)))
@@ -86,12 +89,17 @@ class MTPDrafter(GreedyDrafter):
         self._read_rows = torch.zeros(most_rows, dtype=torch.int64, device=self.device)
 
     def drop_graphs(self) -> None:
-        self._graphs = None
+        self._graphs = self._fill_graphs = None
 
     def _first_once(self, shape: PromptShape) -> Tensor:
         filled = self.inputs.prompt_batch(shape)
         filled.read_rows = self._read_rows[: shape.seqs]
         return self.forward(filled, self._hidden[: shape.tokens])
+
+    def _fill_once(self, shape: PromptShape) -> Tensor:
+        hidden = self._hidden[: shape.tokens]
+        self._fill_cache(self.inputs.prompt_batch(shape), hidden)
+        return hidden
 
     def _first(self, filled: ForwardBatch, hidden: Tensor, shape: PromptShape | None) -> Tensor:
         """`forward` of a step, in a CUDA graph where it has a shape."""
@@ -103,6 +111,13 @@ class MTPDrafter(GreedyDrafter):
         self._read_rows[:num_rows] = filled.read_rows
         self._read_rows[num_rows : shape.seqs] = 0  # of padding: any token of the step
         return self._graphs.replay(shape)[:num_rows]
+
+    def _fill(self, filled: ForwardBatch, hidden: Tensor, shape: PromptShape | None) -> None:
+        if shape is None or self._fill_graphs is None:
+            self._fill_cache(filled, hidden)
+            return
+        self._hidden[: len(hidden)] = hidden
+        self._fill_graphs.replay(shape)
 
     def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
         own = self._with_next_tokens(step)
@@ -125,7 +140,7 @@ class MTPDrafter(GreedyDrafter):
         if num_accepted is not None and self._is_planned:
             first = num_tokens - 1 + num_accepted.cpu().numpy()
         first = first[order]
-        shape = self._shape_of(own) if len(rows) else None
+        shape = self._shape_of(own)
         with self.with_scratch(rows, first + limits):
             filled = self.inputs.fill(self.rows, own.rows, own.counts, own.starts, shape=shape)
             if own.late is not None:
@@ -133,7 +148,7 @@ class MTPDrafter(GreedyDrafter):
             hidden = self.given(own.hidden)
             places = _put_last(filled.input_ids, at[new.rows], new)
             if not len(rows):
-                self._fill_cache(filled, hidden)
+                self._fill(filled, hidden, shape)
                 return no_proposals
             which = to_device(order, device)
             filled.read_rows, exact = places[which], None
