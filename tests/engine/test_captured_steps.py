@@ -13,7 +13,7 @@ from tiny_models import VOCAB
 from vllm import LLM, SamplingParams
 from vllm.core.request import EngineRequest
 from vllm.worker import cuda_graph
-from vllm.worker.cuda_graph import CudaGraphs, bucket_sizes, step_shapes
+from vllm.worker.cuda_graph import MOST_VERIFIED, CudaGraphs, bucket_sizes, step_shapes
 
 MAX_SEQS = 8  # graphs of 1, 2, 4 and 8
 MAX_LEN = 96
@@ -77,6 +77,19 @@ def capture_prompts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
         prepare = runner._inputs.pad_prompts
         runner._prompt_graphs = GraphsOnCpu(runner._prompts_once, shapes, prepare)
     return runner._prompt_graphs
+
+
+def capture_drafts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
+    """What a layer or a head drafts after steps that verify."""
+    runner = llm.llm_engine.core.runner
+    drafter, shapes = runner._drafter, step_shapes(runner.config, max_tokens)
+    few = [shape for shape in shapes if shape.longest <= MOST_VERIFIED]
+    with torch.inference_mode():
+        drafter.inputs._make_decode_buffers(MAX_SEQS)
+        drafter._reserve(few)
+        drafter._graphs = GraphsOnCpu(drafter._first_once, few, drafter.inputs.pad_prompts)
+        drafter._fill_graphs = GraphsOnCpu(drafter._fill_once, few, drafter.inputs.pad_prompts)
+    return drafter._graphs
 
 
 def has_preempted(llm: LLM) -> bool:

@@ -10,7 +10,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.machine import Device
 from vllm.worker import cuda_graph
-from vllm.worker.cuda_graph import PromptShape, prompt_shapes, step_shapes, verification_shapes
+from vllm.worker.cuda_graph import (
+    PromptShape,
+    pays_off,
+    prompt_shapes,
+    step_shapes,
+    verification_shapes,
+)
 
 
 def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_tokens():
@@ -24,6 +30,14 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
     assert prompt_shapes(2, 256) == [(2, 2, 1)] and not prompt_shapes(1, 256)
     assert all(s.tokens > s.seqs for n in range(2, 700, 9) for s in prompt_shapes(n, 256))
     assert all(s.longest == s.tokens for s in shapes)
+
+
+def test_long_prompts_are_captured_where_the_host_is_slower_than_the_device():
+    shapes = [shape for shape in prompt_shapes(4096, 256) if shape.tokens >= 2048]
+    assert [s.tokens for s in shapes] == [2048, 2048, 2560, 3072, 3584, 4096]
+    assert {s.seqs for s in shapes[2:]} == {257}
+    assert all(pays_off(shape, 0.095, 0.1) for shape in shapes)
+    assert [pays_off(shape, 0.08, 0.1) for shape in shapes] == [True] * 2 + [False] * 4
 
 
 def test_a_shape_holds_steps_whose_padding_it_has_requests_for():
@@ -118,21 +132,21 @@ def test_what_keeps_prompts_from_being_captured_is_told(checkpoint, caplog):
 @pytest.mark.parametrize(
     ("device", "options", "count"),
     [
-        ("sm_90", {}, 2048),
+        ("sm_90", {}, 4096),
         ("sm_90", {"max_num_batched_tokens": 512}, 512),
-        ("sm_90", {"max_num_batched_tokens": 16384}, 2048),
-        ("sm_90", {"max_prompt_graph_tokens": 4096}, 4096),
+        ("sm_90", {"max_num_batched_tokens": 16384}, 4096),
+        ("sm_90", {"max_prompt_graph_tokens": 2048}, 2048),
         ("sm_90", {"max_prompt_graph_tokens": 0}, 0),
         ("sm_90", {"enforce_eager": True}, 0),
         ("sm_90", {"debug_numerics": True}, 0),
-        ("sm_90", {"tensor_parallel_size": 2}, 2048),
-        ("sm_90", {"data_parallel_size": 2}, 2048),
+        ("sm_90", {"tensor_parallel_size": 2}, 4096),
+        ("sm_90", {"data_parallel_size": 2}, 4096),
         ("sm_90", {"data_parallel_size": 2, "enable_expert_parallel": True}, 0),
         ("cpu", {}, 0),
         ("cpu", {"max_prompt_graph_tokens": 64}, 64),
     ],
 )
-def test_prompts_of_up_to_2048_tokens_are_captured_where_steps_are(
+def test_prompts_of_up_to_4096_tokens_are_captured_where_steps_are(
     checkpoint, monkeypatch, device, options, count
 ):
     monkeypatch.setattr(arg_utils, "installed_device", lambda: Device.parse(device))
