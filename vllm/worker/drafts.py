@@ -25,15 +25,16 @@ from vllm.worker.step_inputs import StepInputs
 
 
 class LateTokens(NamedTuple):
-    """Draft tokens of a step that the host does not know when it lays it out: int64 [n] on the
-    device, and their places among the tokens of the step, int64 [n]."""
+    """Draft tokens of a step that the host does not know when it lays it out, int64 [n] on the
+    device. places: where they are among the tokens of the step, int64 [n]; on_device: the same."""
 
     tokens: Tensor
     places: np.ndarray
+    on_device: Tensor
 
     def put_into(self, input_ids: Tensor, ahead: int = 0) -> None:
         """ahead: how many tokens these inputs are ahead of the step's."""
-        input_ids.index_copy_(0, to_device(self.places - ahead, input_ids.device), self.tokens)
+        input_ids.index_copy_(0, self.on_device - ahead if ahead else self.on_device, self.tokens)
 
 
 class StepTokens(NamedTuple):
@@ -95,8 +96,8 @@ class DraftsInFlight:
             return None
         own = [place for i, count in late.items() for place in self.places[i][:count]]
         places = [last[i] - count + 1 + n for i, count in late.items() for n in range(count)]
-        tokens = self.tokens[to_device(np.array(own), self.tokens.device)]
-        return LateTokens(tokens, np.array(places))
+        sent = to_device(np.array([own, places]), self.tokens.device)
+        return LateTokens(self.tokens[sent[0]], np.array(places), sent[1])
 
     def resolved(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """The same drafts, all known. Waits for those that were not."""

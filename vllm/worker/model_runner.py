@@ -18,7 +18,7 @@ from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
-from vllm.model_executor.layers.attention import Attention, planners
+from vllm.model_executor.layers.attention import planners
 from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
@@ -54,6 +54,7 @@ from vllm.worker.kv_cache import (
 from vllm.worker.make_drafter import drafting_part, make_drafter
 from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.out_of_memory import FinishedOutput, compute_alone, drafts_or
+from vllm.worker.peak_memory import peak_memory
 from vllm.worker.pooling import pooled_vectors
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import sample, widened
@@ -99,7 +100,10 @@ class ModelRunner:
             )
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
-                peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
+                peak_bytes = 0
+                if self.device.type == "cuda":
+                    largest = self._prompt_shapes[-1] if self._prompt_shapes else None
+                    peak_bytes = peak_memory(self._models, calls, config, parallel, largest)
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
                 self.num_blocks, tables = allocate_kv_cache(
                     nn.ModuleList(self._models), config, self.device, peak_bytes, state_bytes,
@@ -156,39 +160,6 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-    def _peak_bytes(self, calls: FirstCalls, config: VllmConfig) -> int:
-        """Peak activation memory of the largest steps, measured without a KV cache: all tokens of
-        one request, and as many requests as possible."""
-        num_tokens = config.scheduler_config.max_num_batched_tokens
-        num_seqs = config.scheduler_config.max_num_seqs
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        for module in nn.ModuleList(self._models).modules():
-            if isinstance(module, Attention):
-                module.kernel.allocate(1, config.cache_config.block_size, self.device)
-        self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
-        inputs = StepInputs(
-            num_tokens, num_seqs, 1, config.cache_config.block_size, self.device,
-            num_groups=len(config.cache_groups), keeps_draft_states=config.num_draft_states > 0,
-        )  # fmt: skip
-        longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
-        calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
-        torch.cuda.reset_peak_memory_stats()
-        for count, max_seq_len in ((1, num_tokens), (most, longest)):
-            for model in self._models:
-                batch = inputs.padding(num_tokens, count, max_seq_len)
-                model.dry_run(batch, config.max_num_logits)
-        torch.cuda.synchronize()
-        peak_bytes = torch.cuda.max_memory_allocated() - before
-        if self._prompt_shapes:  # graphs keep their activations allocated
-            torch.cuda.reset_peak_memory_stats()
-            largest = self._prompt_shapes[-1]
-            self._parallel.num_tokens_across_dp = (largest.tokens,) * self._parallel.data.size
-            self.model(inputs.padding(largest.tokens, largest.seqs, longest))
-            torch.cuda.synchronize()
-            peak_bytes += torch.cuda.max_memory_allocated() - before
-        return peak_bytes
 
     def _make_decoding_ready(
         self, config: VllmConfig, report: StartupReport, is_eager: bool

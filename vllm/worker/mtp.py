@@ -231,4 +231,5 @@ def _of(late: LateTokens, tokens: np.ndarray) -> LateTokens | None:
     if not is_there.any():
         return None
     which = to_device(np.flatnonzero(is_there), late.tokens.device)
-    return LateTokens(late.tokens[which], at[is_there] + 1)
+    places = at[is_there] + 1
+    return LateTokens(late.tokens[which], places, to_device(places, late.tokens.device))
