@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.config.speculative import STEP_DRAFT_TOKENS
+from vllm.core.outputs import SchedulerOutput
 from vllm.core.request import Request
 from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.models.decoder import CausalLM
@@ -40,13 +41,15 @@ class LateTokens(NamedTuple):
 class StepTokens(NamedTuple):
     """What a step computed: int64 `counts` of tokens of each of `rows`, from positions `starts` on.
     hidden: of all of them, what the model gave (`CausalLM.forward`); None where it is not read.
-    late: of its draft tokens.
+    input_ids: int64, all of them, valid until the next step is laid out; None where no request has
+    more than one. late: of its draft tokens.
     """
 
     rows: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
     hidden: Tensor | None = None
+    input_ids: Tensor | None = None
     late: LateTokens | None = None
 
 
@@ -144,6 +147,13 @@ class Drafter:
 
     def drop_graphs(self) -> None:
         """It computes eagerly from now on."""
+
+    def late_tokens(self, step: SchedulerOutput, last: np.ndarray) -> LateTokens | None:
+        """Of a step. last: int64, the last token of each of its requests."""
+        drafts = step.scheduled_spec_decode_tokens
+        if not drafts or self.in_flight is None:
+            return None
+        return self.in_flight.late(drafts, dict(zip(step.num_scheduled_tokens, last.tolist())))
 
     def add(self, request: Request, num_computed: int) -> None:
         """A request of the batch, with its first blocks."""

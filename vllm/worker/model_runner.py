@@ -100,10 +100,9 @@ class ModelRunner:
             )
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
-                peak_bytes = 0
-                if self.device.type == "cuda":
-                    largest = self._prompt_shapes[-1] if self._prompt_shapes else None
-                    peak_bytes = peak_memory(self._models, calls, config, parallel, largest)
+                peak_bytes = peak_memory(
+                    self._models, calls, config, parallel, self._prompt_shapes, self.device
+                )
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
                 self.num_blocks, tables = allocate_kv_cache(
                     nn.ModuleList(self._models), config, self.device, peak_bytes, state_bytes,
@@ -132,8 +131,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._make_decoding_ready(config, report, is_eager)
         # Not of steps before requests, whose numbers mean nothing.
-        debugs = config.model_config.debug_numerics
-        self._watch = NumericsWatch(self.model) if debugs else None
+        self._watch = NumericsWatch(self.model) if config.model_config.debug_numerics else None
 
     def _load(self, config: VllmConfig, selection: Selection) -> None:
         """The model, and before it the one that drafts for it, if there is one."""
@@ -288,13 +286,11 @@ class ModelRunner:
         if size is not None:
             logits, hidden = self._decoded(size, rows, starts)
             computed, prompt_logprobs = StepTokens(rows, counts, starts, hidden), {}
-            input_ids = self._inputs.sampled  # which nobody reads: there are no drafts
             step_rows = self._step_rows(size, size)
         else:
             read = self._read_rows(scheduler_output, last, sampled.tokens)
-            late = self._late_tokens(scheduler_output, last)
-            hidden, input_ids, num_tokens = self._hidden(rows, counts, starts, read, late)
-            computed = StepTokens(rows, counts, starts, hidden, late)
+            late = self._drafter.late_tokens(scheduler_output, last)
+            hidden, computed, num_tokens = self._computed(rows, counts, starts, read, late)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(sampled.tokens):
@@ -312,13 +308,13 @@ class ModelRunner:
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(sampled.rows) == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            new = partial(new_tokens, batch, sampled, nothing, input_ids)
+            new = partial(new_tokens, batch, sampled, nothing, computed.input_ids)
             drafted = self._drafting(scheduler_output, computed, new)(())
             return AsyncModelRunnerOutput.without_tokens(
                 batch, step_rows, prompt_logprobs, pooled, drafted.catch_up_seconds
             )
         rest = bitmasks, prompt_logprobs, pooled, step_rows
-        return self._sample(logits, sampled, computed, input_ids, scheduler_output, *rest)
+        return self._sample(logits, sampled, computed, scheduler_output, *rest)
 
     def _decoded(self, size: int, rows: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Logits of a captured step, and hidden states where what drafts reads them."""
@@ -333,38 +329,32 @@ class ModelRunner:
         num_most = max((num_tokens, *across))
         return StepRows(num_tokens, num_most * max(1, len(across)), num_logits)
 
-    def _hidden(
+    def _computed(
         self,
         rows: np.ndarray,
         counts: np.ndarray,
         starts: np.ndarray,
         read: np.ndarray | None,
         late: LateTokens | None,
-    ) -> tuple[Tensor, Tensor, int]:
-        """Last hidden states of a step with prompts or drafts: of all tokens, or only of `read`;
-        the tokens; and how many of them the layers computed."""
+    ) -> tuple[Tensor, StepTokens, int]:
+        """A step with prompts or drafts: last hidden states of all tokens, or only of `read`; what
+        drafts are made from; and how many tokens the layers computed."""
+        shape = None
+        sizes = int(counts.sum()), int(counts.max()), len(rows)
         if self._prompt_graphs is not None:
-            num_tokens = int(counts.sum())
-            step = num_tokens, int(counts.max()), len(rows)
-            shape = self._prompt_graphs.fitting(lambda one: one.holds(*step))
-            if shape is not None:
-                filled = self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
-                if late is not None:
-                    late.put_into(filled.input_ids)
-                found = self._prompt_graphs.replay(shape)[:num_tokens]
-                return found, filled.input_ids, shape.tokens
-        filled = self._inputs.fill(self.batch, rows, counts, starts, read)
+            shape = self._prompt_graphs.fitting(lambda one: one.holds(*sizes))
+        if shape is None:
+            filled = self._inputs.fill(self.batch, rows, counts, starts, read)
+        else:
+            filled = self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
         if late is not None:
             late.put_into(filled.input_ids)
-        hidden: Tensor = self.model(filled)
-        return hidden, filled.input_ids, int(counts.sum())
-
-    def _late_tokens(self, step: SchedulerOutput, last: np.ndarray) -> LateTokens | None:
-        """last: the last token of each request in the step."""
-        drafts, in_flight = step.scheduled_spec_decode_tokens, self._drafter.in_flight
-        if not drafts or in_flight is None:
-            return None
-        return in_flight.late(drafts, dict(zip(step.num_scheduled_tokens, last.tolist())))
+        if shape is None or self._prompt_graphs is None:
+            hidden: Tensor = self.model(filled)
+        else:
+            hidden = self._prompt_graphs.replay(shape)[: sizes[0]]
+        step = StepTokens(rows, counts, starts, hidden, filled.input_ids, late)
+        return hidden, step, sizes[0] if shape is None else shape.tokens
 
     def _read_rows(
         self, scheduler_output: SchedulerOutput, last: np.ndarray, sampled: np.ndarray
@@ -424,7 +414,6 @@ class ModelRunner:
         logits: Tensor,
         sampled: SampledRows,
         computed: StepTokens,
-        input_ids: Tensor,
         step: SchedulerOutput,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
@@ -442,7 +431,7 @@ class ModelRunner:
             copied.record()
         is_draft, verification, in_flight = bool(drafts), None, self._drafter.in_flight
         drawn = draw_lots(batch, drafts, self.config.speculative_config)
-        new = partial(new_tokens, batch, sampled, tokens, input_ids, drawn)
+        new = partial(new_tokens, batch, sampled, tokens, computed.input_ids, drawn)
         propose = self._drafting(step, computed, new)
         if is_draft or step.num_draft_tokens:
             verification = Verification(drafts, propose, drawn, in_flight)

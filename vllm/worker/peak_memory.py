@@ -20,12 +20,14 @@ def peak_memory(
     calls: FirstCalls,
     config: VllmConfig,
     parallel: Parallel,
-    largest: PromptShape | None,
+    shapes: Sequence[PromptShape],
+    device: torch.device,
 ) -> int:
     """Bytes of activations at their peak, measured without a KV cache: all tokens of one request,
-    and as many requests as possible. models: the model, and what drafts for it. largest: the
-    largest shape of prompts to capture."""
-    device = torch.device("cuda")
+    and as many requests as possible; 0 on a CPU. models: the model, and what drafts for it. shapes:
+    of prompts, to capture."""
+    if device.type == "cpu":
+        return 0
     num_tokens = config.scheduler_config.max_num_batched_tokens
     num_seqs, block_size = config.scheduler_config.max_num_seqs, config.cache_config.block_size
     torch.cuda.synchronize()
@@ -46,8 +48,9 @@ def peak_memory(
             model.dry_run(inputs.padding(num_tokens, count, max_seq_len), config.max_num_logits)
     torch.cuda.synchronize()
     peak_bytes = torch.cuda.max_memory_allocated() - before
-    if largest is None:
+    if not shapes:
         return peak_bytes
+    largest = shapes[-1]
     torch.cuda.reset_peak_memory_stats()  # graphs keep their activations allocated
     parallel.num_tokens_across_dp = (largest.tokens,) * parallel.data.size
     models[0](inputs.padding(largest.tokens, largest.seqs, longest))
