@@ -86,7 +86,7 @@ def decode_kernel(
     seq_len = tl.load(seq_lens + request)
     if query_len != 1:
         return
-    _, _, length = _split_keys(seq_len, num_splits, min_split, 0, BLOCK_N)
+    _, _, length = _split_keys(seq_len, seq_len - 1, num_splits, min_split, 0, BLOCK_N)
     begin = split * length
     if begin >= seq_len:
         return
@@ -131,7 +131,7 @@ def combine_kernel(
     token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - token
     seq_len = tl.load(seq_lens + request)
-    _, _, length = _split_keys(seq_len, num_splits, min_split, 0, BLOCK_N)
+    _, _, length = _split_keys(seq_len, seq_len - 1, num_splits, min_split, 0, BLOCK_N)
     if (query_len != 1) | (length >= seq_len):
         return
     num_written = tl.cdiv(seq_len, length)
