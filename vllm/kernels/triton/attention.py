@@ -348,6 +348,7 @@ def _decode_launch(
         "ROW_PAD": row,
         "AT_ONCE": min(32, max(1, combined // (4 * row))),
         "num_warps": 4,
+        **({"maxnreg": 128} if block_m == 16 and queries > 1 and item == 2 else {}),
         "num_stages": decode_stages(item, block_m, dim_pad, chip.shared_memory),
         **launch_dependent(query.device),
     }
