@@ -19,19 +19,18 @@ from vllm.utils.math_utils import next_power_of_2
 pytestmark = MARKS
 # (new tokens, keys): all new, padding, without keys, and from one to several splits, whose last
 # begins before, in and after the new tokens.
-MIXED = [(2, 150), (0, 40), (1, 1), (3, 3), (5, 700), (8, 9), (3, 0), (1, 130), (8, 193), (2, 129)]
-FEW = [(2, 150), (1, 300), (0, 0), (2, 2), (1, 0), (2, 577)]
+MIXED = [(2, 150), (0, 40), (1, 1), (3, 3), (5, 260), (8, 9), (3, 0), (1, 130), (8, 193), (2, 129)]
+FEW = [(2, 150), (0, 0), (2, 2), (1, 0), (2, 257)]
 HEADS = {1: (2, 2), 2: (4, 2), 3: (9, 3), 5: (10, 2), 7: (14, 2), 8: (16, 2)}
 
 
-@pytest.fixture(params=("as planned", "of one tile"), autouse=True)
-def splits(request, monkeypatch) -> None:
-    """A chip that asks for as many splits as there may be, of the usual least length or less."""
+@pytest.fixture(autouse=True)
+def splits_of_one_tile(request, monkeypatch) -> None:
+    """A chip that asks for as many splits as there may be, however short they are."""
     chip = kernels.read_chip(torch.zeros(1, device=DEVICE).device)
     monkeypatch.setattr(kernels, "read_chip", lambda device: chip._replace(num_sms=2000))
-    if request.param == "of one tile":
-        monkeypatch.setattr(kernels, "SHORT_SPLIT", 1)
-        monkeypatch.setattr(kernels, "KEYS_PER_ROW", 0)
+    monkeypatch.setattr(kernels, "SHORT_SPLIT", 1)
+    monkeypatch.setattr(kernels, "KEYS_PER_ROW", 0)
 
 
 def attended(batch: Batch, max_seq_len: int = 4096) -> torch.Tensor:
@@ -48,25 +47,33 @@ def attended(batch: Batch, max_seq_len: int = 4096) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("group", HEADS)
-@pytest.mark.parametrize("dim", (64, 128))
-def test_heads_in_groups_of_any_size(group: int, dim: int) -> None:
-    batch = Batch(MIXED, *HEADS[group], dim)
+def test_heads_in_groups_of_any_size(group: int) -> None:
+    batch = Batch(MIXED, *HEADS[group])
     assert_close(attended(batch), batch.expected())
 
 
 @pytest.mark.parametrize("requests", (MIXED, FEW), ids=("mixed", "few"))
-@pytest.mark.parametrize("num_heads, num_kv_heads, dim", ((8, 4, 256), (6, 3, 80), (4, 2, 96)))
-def test_heads_of_other_sizes(num_heads: int, num_kv_heads: int, dim: int, requests: list) -> None:
-    batch = Batch(requests, num_heads, num_kv_heads, dim)
+def test_splits_are_as_long_as_planned(requests: list, monkeypatch) -> None:
+    monkeypatch.undo()
+    if IS_INTERPRETED:  # one with few multiprocessors
+        chip = kernels.read_chip(torch.device("cpu"))
+        monkeypatch.setattr(kernels, "read_chip", lambda device: chip._replace(num_sms=132))
+    batch = Batch(requests, 16, 2, 64)
+    assert_close(attended(batch), batch.expected())
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads, dim", ((2, 1, 256), (6, 3, 80), (4, 2, 96)))
+def test_heads_of_other_sizes(num_heads: int, num_kv_heads: int, dim: int) -> None:
+    batch = Batch(MIXED, num_heads, num_kv_heads, dim)
     assert_close(attended(batch), batch.expected())
 
 
 def test_a_tile_of_few_rows_has_large_heads() -> None:
-    batch = Batch(FEW, 16, 2, 256)
+    batch = Batch(FEW, 8, 1, 256)
     assert_close(attended(batch), batch.expected())
 
 
-@pytest.mark.parametrize("bound", (2, 3, 5, 8))
+@pytest.mark.parametrize("bound", (3, 8))
 def test_a_bound_above_all_requests_changes_nothing(bound: int) -> None:
     batch = Batch(FEW, 16, 2, 64)
     batch.max_query_len = bound
@@ -74,16 +81,16 @@ def test_a_bound_above_all_requests_changes_nothing(bound: int) -> None:
 
 
 @pytest.mark.parametrize("is_chunked", (False, True))
-@pytest.mark.parametrize("window", (1, 2, 5, 64, 100, 5000))
+@pytest.mark.parametrize("window", (1, 5, 64, 100))
 def test_windows_and_chunks_end_at_each_token(window: int, is_chunked: bool) -> None:
-    batch = Batch(MIXED, 8, 2, 64, window=window)
+    batch = Batch(MIXED, 4, 1, 64, window=window)
     batch.is_chunked = is_chunked
     assert_close(attended(batch), batch.expected())
 
 
-@pytest.mark.parametrize("window", (0, 4, 64))
+@pytest.mark.parametrize("window", (0, 4))
 def test_sinks_count_once_for_each_token(window: int) -> None:
-    batch = Batch(MIXED, 16, 2, 64, window=window, has_sinks=True)
+    batch = Batch(MIXED, 8, 1, 64, window=window, has_sinks=True)
     given = attended(batch)
     assert_close(given, batch.expected())
     batch.sinks = None
@@ -98,33 +105,32 @@ def test_scores_are_soft_capped(window: int) -> None:
     assert_close(attended(batch), batch.expected())
 
 
-@pytest.mark.parametrize("requests", (MIXED, FEW), ids=("mixed", "few"))
 @pytest.mark.parametrize("dtype, block_size", ((DTYPES[0], 16), (DTYPES[-1], 32)), ids=str)
-def test_fp8_caches(dtype: torch.dtype, block_size: int, requests: list) -> None:
+def test_fp8_caches(dtype: torch.dtype, block_size: int) -> None:
     batch = Batch(
-        requests, 16, 2, dtype=dtype, cache_dtype=FP8, block_size=block_size, scales=(0.03, 0.05)
+        MIXED, 16, 2, dtype=dtype, cache_dtype=FP8, block_size=block_size, scales=(0.03, 0.05)
     )
     assert_close(attended(batch), batch.expected())
 
 
 @pytest.mark.parametrize("num_padding", (0, 1, 50))
 def test_rows_of_no_request_become_zeros(num_padding: int) -> None:
-    batch = Batch([*MIXED, (0, 0)], num_padding=num_padding)
+    batch = Batch([*FEW, (0, 70), (3, 0)], 4, 1, 64, num_padding=num_padding)
     out, expected = attended(batch), batch.expected()
     assert_close(out, expected)
     is_empty = (expected == 0).flatten(1).all(1)
-    assert int(is_empty.sum()) >= num_padding + 3
+    assert int(is_empty.sum()) >= num_padding + 4
     assert not out[is_empty].any()
 
 
 def test_large_scores_do_not_overflow() -> None:
-    batch = Batch(MIXED, window=3)
+    batch = Batch(MIXED, 4, 1, window=3)
     batch.scale = 40.0
     assert_close(attended(batch), batch.expected())
 
 
 def test_splits_add_up_to_the_same_bits_at_every_call() -> None:
-    batch = Batch([(4, 900), (2, 0), (3, 3), (1, 2000)], 4, 2, 64)
+    batch = Batch([(4, 500), (2, 0), (3, 3), (1, 900)], 4, 2, 64)
     first = attended(batch).clone()
     assert_close(first, batch.expected())
     for _ in range(2 if IS_INTERPRETED else 200):
@@ -136,7 +142,7 @@ def test_splits_add_up_to_the_same_bits_at_every_call() -> None:
 def test_partial_results_take_no_more_memory_than_there_is(parts: int, monkeypatch) -> None:
     """Of two requests of 4 queries of 4 heads of 64, as many parts as there is room for."""
     monkeypatch.setattr(kernels, "PARTIAL_BYTES", parts * 4 * 2 * 4 * 8 * 64)
-    batch = Batch([(8, 900), (3, 1500)], 4, 2, 64)
+    batch = Batch([(8, 400), (3, 700)], 4, 2, 64)
     with Allocations() as made:
         out = batch.attend(4096)
     shapes = [shape for shape in made.shapes if len(shape) == 4]

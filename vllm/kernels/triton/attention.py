@@ -63,12 +63,13 @@ PAIRED_TILES = {(128, 2): Tile(128, 64, 8, 2, max_registers=128)}
 DECODE_TILE_BYTES = 16384  # of K, and of V
 DECODE_STAGES = {1: 3, 2: 2}  # by bytes of an element of the cache
 COMBINED_BYTES = 16384  # of partial results that are fetched at a time
-# Requests of several new tokens: the last program to arrive has the results of all tokens to fetch,
-# so that it takes more at a time, and splits have several keys for each of their rows.
-VERIFY_COMBINED_BYTES, KEYS_PER_ROW = 32768, 8
-# Rows of the tiles that `decode_kernel` is compiled for where requests have several new tokens, and
-# the most of those; more sums of a thread, of 128, than the last go to local memory.
+# Where requests have several new tokens: rows of the tiles that `decode_kernel` is compiled for,
+# the most tokens, and sums of values that a thread of 128 has room for. The last program to arrive
+# fetches the results of all tokens alone: it takes more at a time, and splits have several keys for
+# each of their rows. Registers let an SM have four programs, as with one token; E4M3 needs more.
 VERIFY_ROWS, MAX_QUERIES, MAX_SUMS = (16, 32, 64), 16, 64
+VERIFY_COMBINED_BYTES, KEYS_PER_ROW = 32768, 8
+VERIFY_REGISTERS = {(16, 2): 128}  # by rows and bytes of an element of the cache
 MAX_SPLITS = 128
 SHORT_SPLIT, LONG_SPLIT = 128, 8192
 PARTIAL_BYTES = 256 << 20  # of all partial results of a call, more of which no graph has room for
@@ -109,9 +110,10 @@ def plan_splits(
     """In how many parts the keys of a request are cut at most, and the fewest keys of a part.
 
     `programs`: requests times K and V heads. `most`: parts that there is memory for. `least`: keys
-    that are worth a part. Few programs are cut into short parts, until every SM has two; many are cut only where a single long request
-    would keep all others waiting. The kernel cuts the keys that a request has at run time: a large
-    `max_seq_len` (that of a captured graph) costs programs that end at once, no more.
+    that are worth a part. Few programs are cut into short parts, until every SM has two; many are
+    cut only where a single long request would keep all others waiting. The kernel cuts the keys
+    that a request has at run time: a large `max_seq_len` (that of a captured graph) costs programs
+    that end at once, no more.
     """
     if programs > NUM_COUNTERS:
         return 1, least
@@ -122,10 +124,10 @@ def plan_splits(
 
 
 def verify_queries(group: int, dim_pad: int) -> list[int]:
-    """New tokens of a request that each compiled tile of several tokens has room for.
+    """How many new tokens of a request each tile for several has room for, ascending.
 
-    group: query heads to a K and V head. Few tiles, since each is compiled: of 16 rows, the fewest
-    that are multiplied, and twice and four times as many.
+    group: query heads to a K and V head, dim_pad: padded head size. They are few, since each is
+    compiled: tiles of 16 rows, the fewest that are multiplied, and of twice and four times as many.
     """
     rows = [n for n in VERIFY_ROWS if n * dim_pad <= MAX_SUMS * 128]
     return sorted({min(n // group, MAX_QUERIES) for n in rows if n >= 2 * group})
@@ -162,9 +164,9 @@ def paged_attention(
     sliding_window positions. Memory for partial results comes from torch's
     allocator at each call: a captured graph has its own.
 
-    Steps whose requests all have few new tokens (`verify_queries`), as those that verify draft
-    tokens, are `decode_kernel`'s alone. In others a request of several is `prefill_kernel`'s, which
-    does not split keys: its sums are rounded otherwise.
+    Where all requests have few new tokens (`verify_queries`), as in steps that verify draft tokens,
+    `decode_kernel` serves all. Otherwise requests of several are `prefill_kernel`'s, which does not
+    split keys: a result differs by rounding.
     """
     out = torch.empty_like(query) if out is None else out
     if query.shape[0] == 0:
@@ -348,7 +350,7 @@ def _decode_launch(
         "ROW_PAD": row,
         "AT_ONCE": min(32, max(1, combined // (4 * row))),
         "num_warps": 4,
-        **({"maxnreg": 128} if block_m == 16 and queries > 1 and item == 2 else {}),
+        "maxnreg": VERIFY_REGISTERS.get((block_m, item)) if queries > 1 else None,
         "num_stages": decode_stages(item, block_m, dim_pad, chip.shared_memory),
         **launch_dependent(query.device),
     }

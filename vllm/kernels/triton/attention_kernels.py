@@ -288,7 +288,8 @@ def decode_kernel(
         return
     first_position = seq_len - (1 if QUERIES == 1 else query_len)
     oldest, first_key, length = _split_keys(
-        seq_len, first_position, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED)  # fmt: skip
+        seq_len, first_position, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED,
+    )  # fmt: skip
     begin = first_key + split * length
     if (split > 0) & (begin >= seq_len):
         return
