@@ -58,8 +58,8 @@ def test_splits_are_as_long_as_planned(requests: list, monkeypatch) -> None:
     if IS_INTERPRETED:  # one with few multiprocessors
         chip = kernels.read_chip(torch.device("cpu"))
         monkeypatch.setattr(kernels, "read_chip", lambda device: chip._replace(num_sms=132))
-    batch = Batch(requests, 16, 2, 64)
-    assert_close(attended(batch), batch.expected())
+    batch = Batch([*requests, (2, 1100)], 16, 2, 64)
+    assert_close(attended(batch, 2048), batch.expected())
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, dim", ((2, 1, 256), (6, 3, 80), (4, 2, 96)))
