@@ -110,9 +110,10 @@ def attend(
 
 
 def latents(heads: int, latent: int, cache: torch.dtype) -> None:
-    """A long prompt, short ones, and decoding."""
+    """A long prompt, decoding, and verifying draft tokens."""
     pages = empty(100, 16, latent + 64, dtype=cache)
-    for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 64, 1, 4096)):
+    for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 64, 1, 4096),
+                                                    (64, 4, 3, 32768)):  # fmt: skip
         latent_attention.paged_latent_attention(
             empty(num_tokens, heads, latent + 64), pages, empty(num_seqs, 300, dtype=I32),
             empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1, latent,
