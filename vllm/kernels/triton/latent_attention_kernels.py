@@ -121,7 +121,8 @@ def decode_kernel(
         pointers = out + places[:, None] + dims[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), mask=is_stored)
         return
-    slots = (request.to(tl.int64) * num_splits + split) * split_rows + own
+    rows_apart = split_rows if SEVERAL else NUM_HEADS
+    slots = (request.to(tl.int64) * num_splits + split) * rows_apart + own
     tl.store(partial + slots[:, None] * LATENT + dims[None, :], result, mask=is_stored)
     tl.store(partial_lse + slots, row_max + tl.log2(row_sum), mask=is_row)
 
@@ -147,14 +148,15 @@ def combine_kernel(
     is_served = index < query_len if SEVERAL else query_len == 1
     if (not is_served) | (length >= seq_len):
         return
-    row = index * NUM_HEADS + head
+    row = index * NUM_HEADS + head if SEVERAL else head
+    rows_apart = split_rows if SEVERAL else NUM_HEADS
     num_written = tl.cdiv(seq_len, length)
     dims, offsets = tl.arange(0, LATENT_PAD), tl.arange(0, AT_ONCE)
     acc, total = tl.zeros([LATENT_PAD], tl.float32), 0.0
     largest = float("-inf")
     for first in range(0, num_written, AT_ONCE):
         splits = first + offsets
-        slots = (request.to(tl.int64) * num_splits + splits) * split_rows + row
+        slots = (request.to(tl.int64) * num_splits + splits) * rows_apart + row
         is_split = splits < num_written
         lse = tl.load(partial_lse + slots, mask=is_split, other=float("-inf"))
         is_loaded = is_split[:, None] & (dims[None, :] < LATENT)
