@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from slow import quick
@@ -17,7 +18,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.machine import Device
 from vllm.worker import cuda_graph
-from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, prompt_shapes
+from vllm.worker.cuda_graph import (
+    MOST_VERIFIED,
+    CudaGraphs,
+    PromptShape,
+    bucket_sizes,
+    pays_off,
+    prompt_shapes,
+    step_shapes,
+    verification_shapes,
+)
 
 MAX_SEQS = 8  # graphs of 1, 2, 4 and 8
 MAX_LEN = 96
@@ -77,11 +87,23 @@ def capture_prompts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
     """Steps with prompts too."""
     runner = llm.llm_engine.core.runner
     with torch.inference_mode():
-        has_drafts = runner.config.speculative_config is not None
-        shapes = prompt_shapes(max_tokens, MAX_SEQS, has_drafts)
+        shapes = step_shapes(runner.config, max_tokens)
         prepare = runner._inputs.pad_prompts
         runner._prompt_graphs = GraphsOnCpu(runner._prompts_once, shapes, prepare)
     return runner._prompt_graphs
+
+
+def capture_drafts(llm: LLM, max_tokens: int) -> GraphsOnCpu:
+    """What a layer or a head drafts after steps that verify."""
+    runner = llm.llm_engine.core.runner
+    drafter, shapes = runner._drafter, step_shapes(runner.config, max_tokens)
+    few = [shape for shape in shapes if shape.longest <= MOST_VERIFIED]
+    with torch.inference_mode():
+        drafter.inputs._make_decode_buffers(MAX_SEQS)
+        drafter._reserve(few)
+        drafter._graphs = GraphsOnCpu(drafter._first_once, few, drafter.inputs.pad_prompts)
+        drafter._fill_graphs = GraphsOnCpu(drafter._fill_once, few, drafter.inputs.pad_prompts)
+    return drafter._graphs
 
 
 def has_preempted(llm: LLM) -> bool:
@@ -161,7 +183,7 @@ def test_captured_steps_with_prompts_give_what_eager_ones_give(
     wanted = run(load(folder, async_scheduling=False))
     tight = load(folder, async_scheduling, num_gpu_blocks_override=20)
     decoding, prompts = capture(tight), capture_prompts(tight, 64)
-    assert list(prompts.recorded) == [(32, 6), (32, 9), (64, 6), (64, 9)]
+    assert list(prompts.recorded) == [(32, 32, 6), (32, 32, 9), (64, 64, 6), (64, 64, 9)]
     assert run(tight) == wanted
     assert has_preempted(tight)
     for graphs in (decoding, prompts):
@@ -231,7 +253,7 @@ def test_steps_with_more_tokens_than_were_captured_run_eagerly(checkpoint):
     runner.model = lambda batch: eager.append(len(batch.input_ids)) or model(batch)
     runner.model.compute_logits = model.compute_logits
     assert run(llm) == wanted
-    assert list(prompts.recorded) == [(32, 8), (32, 9), (40, 8), (40, 9)]
+    assert list(prompts.recorded) == [(32, 32, 8), (32, 32, 9), (40, 40, 8), (40, 40, 9)]
     assert sum(prompts.num_replays.values()) > 3 and any(count > 40 for count in eager)
 
 
@@ -260,17 +282,88 @@ def test_shapes_for_prompts_have_a_place_for_padding_and_at_most_half_more_token
     assert {s.seqs for s in shapes if s.tokens == 32} == {8, 31}
     assert {s.seqs for s in shapes if s.tokens == 256} == {8, 255}
     assert {s.seqs for s in prompt_shapes(512, 4)} == {5}
-    assert prompt_shapes(20, 256) == [(20, 8), (20, 19)]
-    drafts = [(2, 1), (4, 3), (8, 7), (16, 8), (16, 15)]
-    assert prompt_shapes(20, 256, with_drafts=True) == [*drafts, (20, 8), (20, 19)]
-    assert prompt_shapes(2, 256) == [(2, 1)] and not prompt_shapes(1, 256)
+    assert prompt_shapes(20, 256) == [(20, 20, 8), (20, 20, 19)]
+    assert prompt_shapes(2, 256) == [(2, 2, 1)] and not prompt_shapes(1, 256)
     assert all(s.tokens > s.seqs for n in range(2, 700, 9) for s in prompt_shapes(n, 256))
+    assert all(s.longest == s.tokens for s in shapes)
 
 
-def test_a_shape_holds_steps_that_leave_a_request_for_padding_or_need_none():
-    shape = PromptShape(8, 4)
-    assert all(shape.holds(*step) for step in [(8, 4), (8, 3), (5, 3), (2, 1)])
-    assert not any(shape.holds(*step) for step in [(7, 4), (9, 3), (8, 5), (9, 4)])
+def test_long_prompts_are_captured_where_the_host_is_slower_than_the_device():
+    shapes = [shape for shape in prompt_shapes(4096, 256) if shape.tokens >= 2048]
+    assert [s.tokens for s in shapes] == [2048, 2048, 2560, 3072, 3584, 4096]
+    assert {s.seqs for s in shapes[2:]} == {257}
+    assert all(pays_off(shape, 0.095, 0.1) for shape in shapes)
+    assert [pays_off(shape, 0.08, 0.1) for shape in shapes] == [True] * 2 + [False] * 4
+
+
+def test_a_shape_holds_steps_whose_padding_it_has_requests_for():
+    shape = PromptShape(8, 8, 4)
+    assert all(shape.holds(*step) for step in [(8, 5, 4), (8, 6, 3), (5, 3, 3), (2, 2, 1)])
+    assert not any(shape.holds(*step) for step in [(7, 4, 4), (9, 7, 3), (8, 4, 5), (9, 6, 4)])
+    shape = PromptShape(8, 2, 7)
+    assert all(shape.holds(*step) for step in [(8, 2, 7), (8, 2, 4), (7, 2, 6), (2, 2, 1)])
+    assert not any(shape.holds(*step) for step in [(7, 1, 7), (8, 3, 4), (9, 2, 5), (8, 2, 8)])
+
+
+def test_steps_with_drafts_have_shapes_of_as_few_tokens_of_a_request():
+    shapes = verification_shapes(2048, 256, 1)
+    assert [s.tokens for s in shapes] == [2, 4, 8, 16, 32, 64, 128, 192, 256, 384]
+    assert {s.longest for s in shapes} == {2}
+    assert shapes[3] == (16, 2, 15) and shapes[-1] == (384, 2, 320)
+    assert verification_shapes(2048, 8, 2) == [
+        (2, 2, 1), (4, 3, 3), (8, 3, 7), (16, 3, 11), (24, 3, 13)
+    ]  # fmt: skip
+    assert verification_shapes(10, 256, 2)[-1] == (10, 3, 9)
+    assert {s.longest for s in verification_shapes(2048, 8, 32)} == {2, 4, 8}
+    assert not verification_shapes(1, 256, 4)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 4, 7, 32])
+@pytest.mark.parametrize("max_seqs", [1, 2, 3, 8, 37, 256])
+def test_a_step_with_drafts_finds_the_next_size(max_seqs, num_drafts):
+    """Whatever its requests, with a request for all of its padding in buffers of that size."""
+    shapes = verification_shapes(2048, max_seqs, num_drafts)
+    longest = min(num_drafts + 1, 8)
+    assert all(s.tokens > s.seqs and s.seqs <= max(2, 2 * max_seqs) for s in shapes)
+    assert all(s.holds(0, 0, 0) for s in shapes), "captured with padding alone"
+    for num_seqs in range(1, max_seqs + 1, 1 + max_seqs // 40):
+        for tokens in range(num_seqs + 1, min(num_seqs * longest, shapes[-1].tokens) + 1):
+            of_one = min(longest, tokens - num_seqs + 1)
+            shape = next(s for s in shapes if s.holds(tokens, of_one, num_seqs))
+            assert shape.tokens == min(s.tokens for s in shapes if s.tokens >= tokens)
+
+
+@pytest.mark.parametrize("counts", [[2], [2, 2, 1], [1, 2, 2, 2], [2] * 8, [1] * 7 + [2]], ids=str)
+def test_padding_of_a_step_with_drafts_lies_in_requests_of_as_few_tokens(checkpoint, counts):
+    drafts = {"method": "ngram", "num_speculative_tokens": 1}
+    llm = load(checkpoint("llama"), async_scheduling=False, speculative_config=drafts)
+    capture(llm)
+    graphs, runner = capture_prompts(llm, 64), llm.llm_engine.core.runner
+    step = sum(counts), max(counts), len(counts)
+    shapes, rows = [s for s in graphs.shapes if s.holds(*step)], np.arange(len(counts))
+    assert len(shapes) > 1
+    for shape in shapes:
+        with torch.inference_mode():
+            runner._inputs.fill(runner.batch, rows, np.array(counts), 10 * rows, shape=shape)
+        batch = runner._inputs.prompt_batch(shape).attention
+        lengths, own = batch.query_start_loc.diff(), len(counts)
+        assert lengths[:own].tolist() == counts and lengths.sum() == shape.tokens
+        assert len(lengths) == shape.seqs and lengths.max() <= batch.max_query_len == shape.longest
+        assert batch.seq_lens[:own].tolist() == (10 * rows + counts).tolist()
+        assert not batch.seq_lens[own:].any() and not batch.state_slots[own:].any()
+        assert (batch.slot_mapping[sum(counts) :] == -1).all()
+
+
+def test_a_size_has_the_shape_of_fewest_tokens_of_a_request_first(checkpoint):
+    drafts = {"method": "ngram", "num_speculative_tokens": 16, "disable_by_batch_size": 4}
+    args = EngineArgs.from_keywords(model=checkpoint("qwen3_moe"), speculative_config=drafts)
+    shapes = step_shapes(args.create_engine_config(), 64)
+    small = [(2, 2, 1), (4, 4, 3), (8, 8, 5), (16, 8, 6), (16, 16, 8), (16, 16, 15)]
+    prompts = [(64, 64, 8), (64, 64, 63)]
+    assert shapes == [*small, (32, 8, 8), (32, 32, 8), (32, 32, 31), *prompts]
+    assert next(s for s in shapes if s.holds(15, 8, 2)) == (16, 8, 6)
+    assert next(s for s in shapes if s.holds(15, 9, 2)) == (16, 16, 8)
+    assert next(s for s in shapes if s.holds(30, 8, 20)) == (32, 32, 31)
 
 
 def test_a_step_begins_with_the_longest_requests_and_fills_up_with_empty_ones(checkpoint):

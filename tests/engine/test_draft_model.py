@@ -61,7 +61,8 @@ class Proposed:
 
     def __call__(self, *given, **named):
         batch, proposals = self._drafter.batch, self._propose(*given, **named)
-        for request_id, draft in proposals.drafts.items():
+        drafts, in_flight = proposals.drafts, self._drafter.in_flight
+        for request_id, draft in (in_flight.resolved(drafts) if in_flight else drafts).items():
             row = batch.row_of[request_id]
             self.found.append((batch.token_ids[row, : batch.num_tokens[row]].tolist(), draft))
         return proposals

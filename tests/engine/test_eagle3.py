@@ -7,7 +7,7 @@ import torch
 from eagle3_checkpoints import Reference, make_head, sure_model, write
 from safetensors.torch import load_file
 
-from tests.engine.test_captured_steps import capture, capture_prompts, load
+from tests.engine.test_captured_steps import capture, capture_drafts, capture_prompts, load
 from tests.engine.test_draft_model import explained, greedy, prompts
 from tests.engine.test_mtp import Drafted
 from tests.engine.test_speculation import Counts, ask, run, sampling
@@ -117,10 +117,12 @@ def test_steps_that_overlap_and_are_captured_take_drafts(with_head, monkeypatch,
     wanted = ask(load(model, async_scheduling=False), given, params)
     llm = load(model, async_scheduling=True, enable_prefix_caching=False, **drafted_by(head))
     graphs, _ = capture(llm), capture_prompts(llm, 64)
+    drafting = capture_drafts(llm, 64)
     drafted = Drafted(llm)
     assert ask(llm, given, params) == wanted
     # Without switching, the last token of a request alone has no draft.
     assert (sum(graphs.num_replays.values()) > 9) == is_switching
+    assert sum(count > 0 for count in drafting.num_replays.values()) > 2
     drafted.check(Reference(model, head, (0, 1, 2)))
 
 

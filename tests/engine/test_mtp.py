@@ -11,7 +11,7 @@ import torch
 from mtp_checkpoints import Reference, add_mtp, write
 from safetensors.torch import load_file
 
-from tests.engine.test_captured_steps import capture, capture_prompts, load
+from tests.engine.test_captured_steps import capture, capture_drafts, capture_prompts, load
 from tests.engine.test_draft_model import Proposed, explained, greedy, prompts
 from tests.engine.test_speculation import Counts, ask, run, sampling
 from vllm import LLM, EngineArgs
@@ -161,10 +161,12 @@ def test_steps_that_overlap_and_are_captured_take_drafts(with_mtp, monkeypatch, 
     wanted = ask(load(folder, async_scheduling=False), given, params)
     llm = load(folder, async_scheduling=True, enable_prefix_caching=False, **MTP)
     graphs, _ = capture(llm), capture_prompts(llm, 64)
+    drafting = capture_drafts(llm, 64)
     drafted = Drafted(llm)
     assert ask(llm, given, params) == wanted
     # Without switching, the last token of a request alone has no draft.
     assert (sum(graphs.num_replays.values()) > 9) == is_switching
+    assert sum(count > 0 for count in drafting.num_replays.values()) > 2
     drafted.check(Reference(folder))
 
 

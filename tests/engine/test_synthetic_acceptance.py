@@ -105,7 +105,12 @@ def test_accepted_tokens_are_the_drafts_and_the_model_continues_them(folders):
     gives after it."""
     llm = LLM(folders["glm4_moe"], speculative_config=at(1.0, num_speculative_tokens=2), **OPTIONS)
     core, drafted = llm.llm_engine.core, []
-    core.on_scheduled = lambda step: drafted.extend(step.scheduled_spec_decode_tokens.values())
+
+    def scheduled(step):
+        drafts, in_flight = step.scheduled_spec_decode_tokens, core.runner._drafter.in_flight
+        drafted.extend(in_flight.resolved(drafts).values() if drafts else ())
+
+    core.on_scheduled = scheduled
     params = SamplingParams(temperature=0, max_tokens=31, ignore_eos=True)
     (tokens, *_), *_ = ask(llm, PROMPTS[:1], [params])
     plain, place = LLM(folders["glm4_moe"], **OPTIONS), 1
@@ -132,7 +137,7 @@ def test_steps_that_overlap_and_are_captured_accept_the_same(folders):
     num_accepted, num_drafted = accepted(llm)
     assert_share(num_accepted, num_drafted, 0.6, 2)
     # Drafts of one request alone leave no place for padding, or a place for one token.
-    shapes = {1: (2, 1), 2: (4, 3)}
+    shapes = {1: (2, 2, 1), 2: (4, 3, 3)}
     for most, shape in shapes.items():
         before = graphs.num_replays[shape]
         assert ask_with(llm, most, params[:1]) == ask_with(plain, most, params[:1])
@@ -222,7 +227,8 @@ def test_the_device_accepts_what_the_host_does(by_lot):
         tokens = rng.integers(0, 2, len(sampled.rows))
         config = SpeculativeConfig.of(at(0.5)) if by_lot else None
         lots = draw_lots(batch, drafts, config)
-        found = new_tokens(batch, sampled, torch.from_numpy(tokens), lots)
+        step = [token for name in ids for token in (7, *drafts.get(name, ()))]
+        found = new_tokens(batch, sampled, torch.from_numpy(tokens), torch.tensor(step), lots)
         verification = Verification(drafts, lambda request_ids: Proposals({}), lots)
         wanted = verification.accepted(ids, tokens.tolist())
         assert found.rows.tolist() == rows.tolist()

@@ -309,6 +309,28 @@ def test_kernels_fit_a_chip_of_little_shared_memory(case):
     check(120, CASES[case])
 
 
+@pytest.mark.parametrize("most, num_kernels", [(1, 1), (8, 1), (9, 3)])
+def test_steps_of_few_tokens_each_take_one_launch_for_the_convolution_and_one_for_states(
+    most, num_kernels
+):
+    """Of up to 8 tokens of a request, whatever the number of requests."""
+    requests = 4
+    tokens = requests * most
+    own = empty(requests, dtype=I32), empty(requests + 1, dtype=I32), empty(requests, dtype=I32)
+    x, weight, rate = empty(tokens, 1024), empty(4, 1024, dtype=F32), empty(4, dtype=F32)
+    options = {"draft_slots": empty(tokens, dtype=I32), "max_query_len": most}
+    q, gate = empty(tokens, 4, 64), empty(tokens, 4)
+    state = empty(9, 4, 64, 64, dtype=F32)
+    with chip(90) as launched:
+        delta_rule.causal_conv1d(x, weight, empty(9, 3, 1024), *own, **options)
+        of_convolution = len(launched)
+        delta_rule.gated_delta_rule(q, q, q, gate, gate, rate, rate, state, *own, **options)
+        of_both = len(launched)
+        mamba2.mamba2_scan(q, gate, q, q, rate, rate, rate, state, *own, **options)
+    assert (of_convolution, of_both) == (num_kernels, 2 * num_kernels)
+    assert len(launched) - of_both == (1 if most <= 8 else 2)
+
+
 @pytest.mark.build
 @pytest.mark.parametrize("case", [*CASES, *MORE])
 @pytest.mark.parametrize("capability", CHIPS)

@@ -6,8 +6,9 @@ from vllm.utils.dataclasses import dataclass
 # Defaults of --max-num-batched-tokens: enough to fill the device.
 CPU_BATCHED_TOKENS = 2048
 GPU_BATCHED_TOKENS = 8192
-# Default of --max-prompt-graph-tokens where steps are captured: larger steps gain little.
-PROMPT_GRAPH_TOKENS = 2048
+# Default of --max-prompt-graph-tokens where steps are captured: larger steps take the device longer
+# than the host.
+PROMPT_GRAPH_TOKENS = 4096
 
 
 SCHEDULING_POLICIES = ("fcfs", "priority")

@@ -161,7 +161,8 @@ class EngineArgs:
     enforce_eager: bool = _arg(False, "Run without CUDA graphs. No effect on the CPU.")
     max_prompt_graph_tokens: int | None = _arg(
         None, "Largest step with prompts that a CUDA graph is captured for, in tokens; 0: none. "
-        "Default: 2048, or --max-num-batched-tokens where that is less, on a GPU with CUDA graphs.",
+        "Default: 4096, or --max-num-batched-tokens where that is less, on a GPU with CUDA graphs. "
+        "Those beyond 2048 are captured where the host launches them more slowly than they run.",
     )  # fmt: skip
     debug_numerics: bool = _arg(
         False, "Check the output of every layer; when a request fails for NaN or infinity, name "

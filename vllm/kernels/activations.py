@@ -182,9 +182,10 @@ class KernelByTokens:
     parts: Sequence[tuple[int | None, LinearKernel | MoEKernel]]
 
     @property
-    def weight(self) -> Tensor | None:
-        """Where all that the kernels do is to multiply with it; for who can do more at once."""
-        return getattr(self.parts[-1][1], "weight", None)
+    def dense(self) -> Any:
+        """The DenseKernel of most tokens, if it is one: all that the kernels do is to multiply with
+        its weight; for who can do more at once."""
+        return getattr(self.parts[-1][1], "dense", None)
 
     def kernel(self, num_tokens: int) -> LinearKernel | MoEKernel:
         return next(k for limit, k in self.parts if limit is None or num_tokens <= limit)

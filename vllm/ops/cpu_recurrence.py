@@ -21,6 +21,7 @@ def causal_conv1d(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens of each request: x [tokens, channels] -> the same.
 
@@ -35,6 +36,9 @@ def causal_conv1d(
     draft_slots, int32 [tokens]: of a draft token the slot that the state after it goes to, -1 of
     other tokens. The draft tokens of a request are its last ones, after a single other; the state
     after that one is left in state_slots[r]. None: there are none.
+
+    max_query_len: the most tokens of one request, by which kernels for GPUs decide what to launch;
+    None: any number.
     """
     requests = state_slots, query_start_loc, seq_lens
     if has_drafts(draft_slots):
@@ -61,6 +65,7 @@ def gated_delta_rule(
     seq_lens: Tensor,
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """The recurrence of Gated DeltaNet (arXiv 2412.06464) over the tokens of each request.
 
@@ -103,6 +108,7 @@ def mamba2_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """The recurrence of Mamba2 over the tokens of each request: -> [tokens, heads, head_dim].
 

@@ -28,6 +28,7 @@ def causal_conv1d(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
     if has_drafts(draft_slots):
@@ -63,6 +64,7 @@ def gated_delta_rule(
     seq_lens: Tensor,
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it."""
     if has_drafts(draft_slots):

@@ -31,6 +31,7 @@ def mamba2_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """The recurrence of Mamba2, as `cpu_ops.mamba2_scan` defines it."""
     if has_drafts(draft_slots):

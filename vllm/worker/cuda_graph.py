@@ -9,29 +9,38 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.config.speculative import STEP_DRAFT_TOKENS
 from vllm.logger import get_logger
+from vllm.utils.math_utils import cdiv
 
 logger = get_logger(__name__)
 
 _WARM_UP_RUNS = 2
 _FEW_SEQS = 8  # requests in the smaller of the two prompt graphs of a size
-_DRAFT_TOKENS = 2, 4, 8, 16  # sizes below those of prompts
+_LONG = 2048  # tokens of the largest of these, from which on there is one
+_HOST_BOUND = 0.9  # share of a step for which the host has launched it, from which it is too slow
+_VERIFIED = 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512  # tokens of steps that verify drafts
+# Most tokens of one request in such a shape: more are not computed by the kernels of decode steps
+# (BY_TOKEN in `kernels/triton/delta_rule_kernels.py`), and take the shapes of prompts.
+MOST_VERIFIED = 8
 
 Shape = TypeVar("Shape", int, "PromptShape")
 
 
 class PromptShape(NamedTuple):
-    """Tokens and requests of a prompt graph; the last request is padding, unless a step fits
-    exactly. There are more tokens than requests: that is how kernels tell such a step from a decode
-    step."""
+    """Tokens, most tokens of one request, and requests of a graph for steps that are not one token
+    of each request. There are more tokens than requests: that is how kernels tell such a step from
+    a decode step. Of shapes with as many tokens, that of the shorter requests is the lesser."""
 
     tokens: int
+    longest: int
     seqs: int
 
-    def holds(self, tokens: int, seqs: int) -> bool:
-        """Whether so many tokens of so many requests fit, with padding or without any."""
-        has_padding = self.seqs > seqs and self.tokens >= tokens
-        return has_padding or (self.tokens, self.seqs) == (tokens, seqs)
+    def holds(self, tokens: int, longest: int, seqs: int) -> bool:
+        """Whether such a step fits, with its padding in requests of `self.longest` tokens."""
+        num_padding = self.tokens - tokens
+        has_room = num_padding >= 0 and seqs + cdiv(num_padding, self.longest) <= self.seqs
+        return has_room and longest <= self.longest
 
 
 def bucket_sizes(max_batch: int) -> list[int]:
@@ -40,16 +49,50 @@ def bucket_sizes(max_batch: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch} | {max_batch})
 
 
-def prompt_shapes(max_tokens: int, max_seqs: int, with_drafts: bool = False) -> list[PromptShape]:
+def prompt_shapes(max_tokens: int, max_seqs: int, num_drafts: int = 0) -> list[PromptShape]:
     """Shapes to capture for steps of up to `max_tokens`, for few requests and for `max_seqs`. From
-    128 tokens on, consecutive sizes differ by a factor of at most 1.5. with_drafts: also those of
-    few requests with draft tokens."""
+    128 tokens on, consecutive sizes differ by a factor of at most 1.5, and of 1.25 where kernels
+    take so long that padding costs more than a graph; there are those for `max_seqs` alone then.
+    num_drafts: draft tokens of a request and step at most; more than verification shapes hold take
+    a smaller size too."""
     sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
-    sizes += _DRAFT_TOKENS if with_drafts else ()
+    sizes += [parts * _LONG // 4 << power for power in range(20) for parts in (5, 7)]
+    sizes += [2 * MOST_VERIFIED] if num_drafts >= MOST_VERIFIED else []
     counts = {size for size in sizes if size < max_tokens and size not in (48, 96)}
     seqs = {min(_FEW_SEQS, max_seqs + 1), max_seqs + 1}
     counts = {count for count in counts | {max_tokens} if count > 1}  # 0 tokens: no shapes
-    return sorted({PromptShape(count, min(n, count - 1)) for count in counts for n in seqs})
+    shapes = {
+        PromptShape(count, count, min(n, count - 1))
+        for count in counts
+        for n in (seqs if count <= _LONG else [max_seqs + 1])
+    }
+    return sorted(shapes)
+
+
+def verification_shapes(max_tokens: int, max_seqs: int, num_drafts: int) -> list[PromptShape]:
+    """Shapes to capture for steps in which each of up to `max_seqs` requests has one token and up
+    to `num_drafts` draft tokens, as far as a request has few.
+
+    Every such step of n requests and t <= T tokens fits the shape of T tokens, where L are those of
+    its longest request, if one has a draft: then t > n, so that n <= m = min(max_seqs, T - 1), and
+    the padding takes n + ceil((T - t) / L) <= n + ceil((T - 1 - n) / L) requests. That grows with
+    n, and is what the shape has for n = m: no more than T - 1, and than 2 * max_seqs, as T is at
+    most L * max_seqs.
+    """
+    most_of_one = min(num_drafts + 1, MOST_VERIFIED)
+    most = min(max_tokens, max_seqs * most_of_one, max_seqs + STEP_DRAFT_TOKENS)
+    sizes = {size for size in _VERIFIED if size < most} | {most}
+    shapes = []
+    for tokens in sorted(size for size in sizes if size > 1):
+        longest, seqs = min(most_of_one, tokens), min(max_seqs, tokens - 1)
+        shapes.append(PromptShape(tokens, longest, seqs + cdiv(tokens - 1 - seqs, longest)))
+    return shapes
+
+
+def pays_off(shape: PromptShape, launching: float, whole: float) -> bool:
+    """Whether to capture a shape for prompts. The padding of a long one takes as long as it saves,
+    unless the host is slower than the device."""
+    return shape.tokens <= _LONG or launching > _HOST_BOUND * whole
 
 
 def without_memory(tensor: Tensor) -> Tensor:
@@ -68,6 +111,17 @@ def without_memory(tensor: Tensor) -> Tensor:
     return alias
 
 
+def step_shapes(config: VllmConfig, max_tokens: int) -> list[PromptShape]:
+    """Shapes to capture for steps of up to `max_tokens` that are not one token of each request."""
+    max_seqs, drafts = config.scheduler_config.max_num_seqs, config.speculative_config
+    if drafts is None:
+        return prompt_shapes(max_tokens, max_seqs)
+    num_drafts = drafts.num_speculative_tokens
+    most_drafting = min(max_seqs, drafts.disable_by_batch_size or max_seqs)
+    verifying = verification_shapes(max_tokens, most_drafting, num_drafts)
+    return sorted({*prompt_shapes(max_tokens, max_seqs, num_drafts), *verifying})
+
+
 def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> list[PromptShape]:
     """Shapes of steps with prompts to capture. is_eager: no step is captured. is_planned: the host
     plans attention for every step."""
@@ -84,8 +138,7 @@ def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> li
     if why := next((text for text, holds in reasons.items() if holds), ""):
         logger.info("Steps with prompts run without CUDA graphs: %s", why)
         return []
-    has_drafts = config.speculative_config is not None
-    return prompt_shapes(scheduler.max_prompt_graph_tokens, scheduler.max_num_seqs, has_drafts)
+    return step_shapes(config, scheduler.max_prompt_graph_tokens)
 
 
 class CudaGraphs(Generic[Shape]):
@@ -94,7 +147,8 @@ class CudaGraphs(Generic[Shape]):
     `compute` must read its inputs from persistent memory. The largest shape is captured first: the
     smaller ones reuse its memory in the pool, results included, which are read before the next
     replay. pool: a memory pool to share with other graphs. prepare: fills in the inputs before a
-    shape is captured.
+    shape is captured. pays: whether a shape is worth a graph, by the seconds that the host takes to
+    launch it, and that pass until it is done.
     """
 
     def __init__(
@@ -103,6 +157,7 @@ class CudaGraphs(Generic[Shape]):
         shapes: Sequence[Shape],
         pool: Any = None,
         prepare: Callable[[Shape], object] = lambda shape: None,
+        pays: Callable[[Shape, float, float], bool] = lambda shape, launching, whole: True,
     ):
         start = time.perf_counter()
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -110,8 +165,12 @@ class CudaGraphs(Generic[Shape]):
         for shape in sorted(shapes, reverse=True):
             prepare(shape)
             for _ in range(_WARM_UP_RUNS):  # whatever compiles or allocates at first use
+                begin = time.perf_counter()
                 compute(shape)
-            torch.cuda.synchronize()
+                launching = time.perf_counter() - begin
+                torch.cuda.synchronize()
+            if not pays(shape, launching, time.perf_counter() - begin):
+                continue
             graph = torch.cuda.CUDAGraph()
             # Thread-local: NCCL's watchdog thread queries its events meanwhile.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):

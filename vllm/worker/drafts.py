@@ -1,11 +1,11 @@
 """What proposes draft tokens after a step, and what those of models have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,20 +18,35 @@ from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.models.decoder import CausalLM
 from vllm.ops.paged_attention import AttentionBatch, HostBatch
 from vllm.worker.block_table import BlockTable
+from vllm.worker.cuda_graph import PromptShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.step_inputs import StepInputs
 
 
+class LateTokens(NamedTuple):
+    """Draft tokens of a step that the host does not know when it lays it out: int64 [n] on the
+    device, and their places among the tokens of the step, int64 [n]."""
+
+    tokens: Tensor
+    places: np.ndarray
+
+    def put_into(self, input_ids: Tensor, ahead: int = 0) -> None:
+        """ahead: how many tokens these inputs are ahead of the step's."""
+        input_ids.index_copy_(0, to_device(self.places - ahead, input_ids.device), self.tokens)
+
+
 class StepTokens(NamedTuple):
     """What a step computed: int64 `counts` of tokens of each of `rows`, from positions `starts` on.
     hidden: of all of them, what the model gave (`CausalLM.forward`); None where it is not read.
+    late: of its draft tokens.
     """
 
     rows: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
     hidden: Tensor | None = None
+    late: LateTokens | None = None
 
 
 class NewTokens(NamedTuple):
@@ -50,9 +65,50 @@ class NewTokens(NamedTuple):
         return NewTokens(self.rows[is_kept], self.num_drafts[is_kept], accepted, self.last[kept])
 
 
+LATER = -1
+"""Stands for a draft token that the device alone knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsInFlight:
+    """Draft tokens that are computed or will be: int64 [n] `tokens` on the device, which `on_host`
+    holds after `copied`, None: at once. places: by request, of its own in their order."""
+
+    tokens: Tensor
+    on_host: Tensor
+    copied: torch.cuda.Event | None
+    places: Mapping[str, Sequence[int]]
+
+    def known(self) -> list[int]:
+        """Waits for them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        found: list[int] = self.on_host.tolist()
+        return found
+
+    def late(
+        self, drafts: Mapping[str, Sequence[int]], last: Mapping[str, int]
+    ) -> LateTokens | None:
+        """Of a step that verifies these drafts. last: by request, its last token of the step."""
+        late = {i: len(draft) for i, draft in drafts.items() if draft[0] == LATER}
+        if not late:
+            return None
+        own = [place for i, count in late.items() for place in self.places[i][:count]]
+        places = [last[i] - count + 1 + n for i, count in late.items() for n in range(count)]
+        tokens = self.tokens[to_device(np.array(own), self.tokens.device)]
+        return LateTokens(tokens, np.array(places))
+
+    def resolved(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """The same drafts, all known. Waits for those that were not."""
+        late = [i for i, draft in drafts.items() if draft[0] == LATER]
+        tokens = self.known() if late else []
+        found = {i: [tokens[n] for n in self.places[i][: len(drafts[i])]] for i in late}
+        return {**drafts, **found}
+
+
 class Proposals(NamedTuple):
-    """drafts: by request. catch_up_seconds: of the time for them, what tokens took that the drafter
-    had not seen after the steps before, as of a prompt."""
+    """drafts: by request; LATER for tokens that are in flight. catch_up_seconds: of the time for
+    them, what tokens took that the drafter had not seen after the steps before, as of a prompt."""
 
     drafts: dict[str, list[int]]
     catch_up_seconds: float = 0.0
@@ -67,9 +123,11 @@ def no_proposals(request_ids: Sequence[str]) -> Proposals:
 
 
 class Drafter:
-    """Proposes nothing. reads_hidden: of all tokens of every step."""
+    """Proposes nothing. reads_hidden: of all tokens of every step. in_flight: what it proposed
+    last, where the next step may be laid out before the host knows it."""
 
     reads_hidden = False
+    in_flight: DraftsInFlight | None = None
 
     def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
         """After a step that may still run on the device: what gives up to `most` draft tokens for
@@ -79,6 +137,12 @@ class Drafter:
     def propose(self, request_ids: Sequence[str], most: int) -> Proposals:
         """Up to `most` tokens for each of these requests, whose tokens are all known."""
         return Proposals({})
+
+    def capture(self, shapes: Sequence[PromptShape], pool: Any) -> None:
+        """CUDA graphs of what it computes after steps of these shapes. pool: as of CudaGraphs."""
+
+    def drop_graphs(self) -> None:
+        """It computes eagerly from now on."""
 
     def add(self, request: Request, num_computed: int) -> None:
         """A request of the batch, with its first blocks."""
@@ -139,7 +203,7 @@ class GreedyDrafter(Drafter, ABC):
         self._scratch = np.arange(num_blocks, num_blocks + config.num_draft_blocks)
         pages, most = (batch.max_blocks, batch.block_size), scheduler.max_num_seqs
         num_tokens = scheduler.max_num_batched_tokens
-        self.inputs = StepInputs(num_tokens, most, *pages, device, for_graphs=False)
+        self.inputs = StepInputs(num_tokens, most, *pages, device, verifies_drafts=True)
         # Of one token for each request: filling in waits for what was filled in before.
         self._next_inputs = StepInputs(most, most, *pages, device, for_graphs=False)
         self.rows = _Rows(

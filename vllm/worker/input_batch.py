@@ -149,7 +149,7 @@ class InputBatch:
         for request_id, tokens in drafts.items():
             row = self.row_of[request_id]
             start = self.num_tokens[row]
-            self.token_ids[row, start : start + len(tokens)] = tokens
+            self.token_ids[row, start : start + len(tokens)] = tokens  # or LATER
             self.num_drafts[row] = len(tokens)
             self.sampled_at[row] = -1
             if self._keeps_draft_states:

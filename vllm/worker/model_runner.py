@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,9 +23,24 @@ from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
 from vllm.worker.async_output import AsyncModelRunnerOutput
-from vllm.worker.cuda_graph import CudaGraphs, PromptShape, bucket_sizes, captured_prompts
+from vllm.worker.cuda_graph import (
+    MOST_VERIFIED,
+    CudaGraphs,
+    PromptShape,
+    bucket_sizes,
+    captured_prompts,
+    pays_off,
+)
 from vllm.worker.draft_model import load_draft_model
-from vllm.worker.drafts import NewTokens, Proposals, Ready, StepTokens, no_proposals
+from vllm.worker.drafts import (
+    DraftsInFlight,
+    LateTokens,
+    NewTokens,
+    Proposals,
+    Ready,
+    StepTokens,
+    no_proposals,
+)
 from vllm.worker.first_calls import HANG_SECONDS, FirstCalls
 from vllm.worker.input_batch import make_batch
 from vllm.worker.input_buffers import to_device
@@ -95,6 +111,7 @@ class ModelRunner:
         self._inputs = StepInputs(
             self._max_tokens, config.scheduler_config.max_num_seqs, *pages, self.device,
             num_groups=len(tables), keeps_draft_states=config.num_draft_states > 0,
+            verifies_drafts=config.speculative_config is not None,
         )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
@@ -168,7 +185,7 @@ class ModelRunner:
             torch.cuda.reset_peak_memory_stats()
             largest = self._prompt_shapes[-1]
             self._parallel.num_tokens_across_dp = (largest.tokens,) * self._parallel.data.size
-            self.model(inputs.padding(*largest, max_seq_len=longest))
+            self.model(inputs.padding(largest.tokens, largest.seqs, longest))
             torch.cuda.synchronize()
             peak_bytes += torch.cuda.max_memory_allocated() - before
         return peak_bytes
@@ -194,9 +211,11 @@ class ModelRunner:
                 if wants_prompts:  # first: they need more memory
                     prepare = self._inputs.pad_prompts
                     self._prompt_graphs = CudaGraphs(
-                        self._prompts_once, self._prompt_shapes, prepare=prepare
+                        self._prompts_once, self._prompt_shapes, prepare=prepare, pays=pays_off
                     )
                     pool = self._prompt_graphs.pool
+                    few = [one for one in self._prompt_shapes if one.longest <= MOST_VERIFIED]
+                    self._drafter.capture(few, pool)
                 self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
 
     def _decode_once(self, size: int) -> Tensor:
@@ -213,6 +232,7 @@ class ModelRunner:
     def drop_graphs(self) -> None:
         """Later steps run eagerly."""
         self._graphs = self._prompt_graphs = None
+        self._drafter.drop_graphs()
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
@@ -222,13 +242,14 @@ class ModelRunner:
         with torch.inference_mode(), self._cores_for_kernels():
             if self._warm_up is not None:
                 self._warm_up.promote()
-            self._before = None
+            self._before, in_flight = None, self._drafter.in_flight
             try:
                 return self._execute(scheduler_output, bitmasks)
             except Exception as error:
                 if not (self._can_drop_requests and is_out_of_memory(error)):
                     raise
-            return self._execute_alone(scheduler_output, bitmasks)  # what failed is freed by now
+            # What failed is freed by now.
+            return self._execute_alone(scheduler_output, bitmasks, in_flight)
 
     @property
     def _can_drop_requests(self) -> bool:
@@ -237,15 +258,20 @@ class ModelRunner:
         return is_alone and not self.async_scheduling and self._before is not None
 
     def _execute_alone(
-        self, scheduler_output: SchedulerOutput, bitmasks: dict[str, Tensor]
+        self,
+        scheduler_output: SchedulerOutput,
+        bitmasks: dict[str, Tensor],
+        in_flight: DraftsInFlight | None,
     ) -> FinishedOutput:
-        """A step for which memory ran out. Recurrent states may have advanced, and prompt logprobs
-        been taken: such requests cannot be repeated."""
+        """A step for which memory ran out, and the drafts before it. Recurrent states may have
+        advanced, and prompt logprobs been taken: such requests cannot be repeated."""
         assert self._before is not None
         self.batch.num_computed[:], taken = self._before
-
         if self._state_layers:
             taken = frozenset(scheduler_output.num_scheduled_tokens)
+        if in_flight is not None:
+            known = in_flight.resolved(scheduler_output.scheduled_spec_decode_tokens)
+            scheduler_output = replace(scheduler_output, scheduled_spec_decode_tokens=known)
         return compute_alone(scheduler_output, bitmasks, taken, self._execute)
 
     @contextmanager
@@ -291,11 +317,13 @@ class ModelRunner:
         if size is not None:
             logits, hidden = self._decoded(size, rows, starts)
             computed, prompt_logprobs = StepTokens(rows, counts, starts, hidden), {}
+            input_ids = self._inputs.sampled  # which nobody reads: there are no drafts
             step_rows = self._step_rows(size, size)
         else:
             read = self._read_rows(scheduler_output, last, sampled.tokens)
-            hidden, num_tokens = self._hidden(rows, counts, starts, read)
-            computed = StepTokens(rows, counts, starts, hidden)
+            late = self._late_tokens(scheduler_output, last)
+            hidden, input_ids, num_tokens = self._hidden(rows, counts, starts, read, late)
+            computed = StepTokens(rows, counts, starts, hidden, late)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(sampled.tokens):
@@ -313,13 +341,13 @@ class ModelRunner:
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(sampled.rows) == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            new = partial(new_tokens, batch, sampled, nothing)
+            new = partial(new_tokens, batch, sampled, nothing, input_ids)
             drafted = self._drafting(scheduler_output, computed, new)(())
             return AsyncModelRunnerOutput.without_tokens(
                 batch, step_rows, prompt_logprobs, pooled, drafted.catch_up_seconds
             )
         rest = bitmasks, prompt_logprobs, pooled, step_rows
-        return self._sample(logits, sampled, computed, scheduler_output, *rest)
+        return self._sample(logits, sampled, computed, input_ids, scheduler_output, *rest)
 
     def _decoded(self, size: int, rows: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Logits of a captured step, and hidden states where what drafts reads them."""
@@ -335,18 +363,37 @@ class ModelRunner:
         return StepRows(num_tokens, num_most * max(1, len(across)), num_logits)
 
     def _hidden(
-        self, rows: np.ndarray, counts: np.ndarray, starts: np.ndarray, read: np.ndarray | None
-    ) -> tuple[Tensor, int]:
-        """Last hidden states of a step with prompts: of all tokens, or only of `read`; and how many
-        tokens the layers computed."""
+        self,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        starts: np.ndarray,
+        read: np.ndarray | None,
+        late: LateTokens | None,
+    ) -> tuple[Tensor, Tensor, int]:
+        """Last hidden states of a step with prompts or drafts: of all tokens, or only of `read`;
+        the tokens; and how many of them the layers computed."""
         if self._prompt_graphs is not None:
             num_tokens = int(counts.sum())
-            shape = self._prompt_graphs.fitting(lambda one: one.holds(num_tokens, len(rows)))
+            step = num_tokens, int(counts.max()), len(rows)
+            shape = self._prompt_graphs.fitting(lambda one: one.holds(*step))
             if shape is not None:
-                self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
-                return self._prompt_graphs.replay(shape)[:num_tokens], shape.tokens
-        hidden: Tensor = self.model(self._inputs.fill(self.batch, rows, counts, starts, read))
-        return hidden, int(counts.sum())
+                filled = self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
+                if late is not None:
+                    late.put_into(filled.input_ids)
+                found = self._prompt_graphs.replay(shape)[:num_tokens]
+                return found, filled.input_ids, shape.tokens
+        filled = self._inputs.fill(self.batch, rows, counts, starts, read)
+        if late is not None:
+            late.put_into(filled.input_ids)
+        hidden: Tensor = self.model(filled)
+        return hidden, filled.input_ids, int(counts.sum())
+
+    def _late_tokens(self, step: SchedulerOutput, last: np.ndarray) -> LateTokens | None:
+        """last: the last token of each request in the step."""
+        drafts, in_flight = step.scheduled_spec_decode_tokens, self._drafter.in_flight
+        if not drafts or in_flight is None:
+            return None
+        return in_flight.late(drafts, dict(zip(step.num_scheduled_tokens, last.tolist())))
 
     def _read_rows(
         self, scheduler_output: SchedulerOutput, last: np.ndarray, sampled: np.ndarray
@@ -406,6 +453,7 @@ class ModelRunner:
         logits: Tensor,
         sampled: SampledRows,
         computed: StepTokens,
+        input_ids: Tensor,
         step: SchedulerOutput,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
@@ -418,20 +466,20 @@ class ModelRunner:
         host = self._copies[0][:num_rows]
         host.copy_(reported, non_blocking=True)
         drafts, copied = step.scheduled_spec_decode_tokens, None
-        is_draft, verification = bool(drafts), None
+        if self.device.type == "cuda":  # before what drafts, for which the host does not wait
+            copied = torch.cuda.Event()
+            copied.record()
+        is_draft, verification, in_flight = bool(drafts), None, self._drafter.in_flight
         drawn = draw_lots(batch, drafts, self.config.speculative_config)
-        new = partial(new_tokens, batch, sampled, tokens, drawn)
+        new = partial(new_tokens, batch, sampled, tokens, input_ids, drawn)
         propose = self._drafting(step, computed, new)
         if is_draft or step.num_draft_tokens:
-            verification = Verification(drafts, propose, drawn)
+            verification = Verification(drafts, propose, drawn, in_flight)
         if self.async_scheduling:
             batch.sampled_at.fill(-1)
             if not is_draft:
                 self._inputs.sampled[:num_rows] = tokens
                 batch.sampled_at[rows] = np.arange(num_rows)
-            if self.device.type == "cuda":
-                copied = torch.cuda.Event()
-                copied.record()
         ids = [batch.requests[row].request_id for row in rows]
         entries: dict[str, list[TokenLogprobs]] = {}
         for index, entry in logprobs.items():

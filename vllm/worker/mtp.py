@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,12 @@ from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.layers.attention import planners
 from vllm.model_executor.models.decoder import MTP
 from vllm.model_executor.models.eagle3 import Eagle3Head
+from vllm.worker.cuda_graph import CudaGraphs, PromptShape
 from vllm.worker.drafts import (
+    LATER,
+    DraftsInFlight,
     GreedyDrafter,
+    LateTokens,
     NewTokens,
     Proposals,
     Ready,
@@ -34,6 +39,12 @@ class MTPDrafter(GreedyDrafter):
 
     reads_hidden = True
     ahead = 1
+    _graphs: CudaGraphs[PromptShape] | None = None
+    _fill_graphs: CudaGraphs[PromptShape] | None = None  # of steps after which nothing is drafted
+    # What the graphs read beside `inputs`: given hidden states, and after which tokens to draft.
+    _hidden: Tensor
+    _read_rows: Tensor
+    is_late = True  # whether a step may be laid out before the host knows its drafts
 
     @property
     def layer(self) -> MTP | Eagle3Head:
@@ -59,9 +70,54 @@ class MTPDrafter(GreedyDrafter):
         return bool(planners(self.layer))
 
     @cached_property
-    def _on_host(self) -> Tensor:
-        is_cuda = self.device.type == "cuda"
-        return torch.zeros(STEP_DRAFT_TOKENS, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+    def _copies(self) -> list[Tensor]:
+        """Draft tokens on the host: of the last step and of the one before."""
+        is_cuda, size = self.device.type == "cuda", (2, STEP_DRAFT_TOKENS)
+        return [*torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=is_cuda)]
+
+    def capture(self, shapes: Sequence[PromptShape], pool: Any) -> None:
+        if shapes and not self._is_planned:
+            self._reserve(shapes)
+            pad = self.inputs.pad_prompts
+            self._graphs = CudaGraphs(self._first_once, shapes, pool, pad)
+            self._fill_graphs = CudaGraphs(self._fill_once, shapes, pool, pad)
+
+    def _reserve(self, shapes: Sequence[PromptShape]) -> None:
+        given = self.given(self.model(self.inputs.padding(1)))
+        self._hidden = given.new_zeros(max(shape.tokens for shape in shapes), given.shape[1])
+        most_rows = max(shape.seqs for shape in shapes)
+        self._read_rows = torch.zeros(most_rows, dtype=torch.int64, device=self.device)
+
+    def drop_graphs(self) -> None:
+        self._graphs = self._fill_graphs = None
+
+    def _first_once(self, shape: PromptShape) -> Tensor:
+        filled = self.inputs.prompt_batch(shape)
+        filled.read_rows = self._read_rows[: shape.seqs]
+        return self.forward(filled, self._hidden[: shape.tokens])
+
+    def _fill_once(self, shape: PromptShape) -> Tensor:
+        hidden = self._hidden[: shape.tokens]
+        self._fill_cache(self.inputs.prompt_batch(shape), hidden)
+        return hidden
+
+    def _first(self, filled: ForwardBatch, hidden: Tensor, shape: PromptShape | None) -> Tensor:
+        """`forward` of a step, in a CUDA graph where it has a shape."""
+        if shape is None or self._graphs is None:
+            return self.forward(filled, hidden)
+        assert filled.read_rows is not None
+        num_rows = len(filled.read_rows)
+        self._hidden[: len(hidden)] = hidden
+        self._read_rows[:num_rows] = filled.read_rows
+        self._read_rows[num_rows : shape.seqs] = 0  # of padding: any token of the step
+        return self._graphs.replay(shape)[:num_rows]
+
+    def _fill(self, filled: ForwardBatch, hidden: Tensor, shape: PromptShape | None) -> None:
+        if shape is None or self._fill_graphs is None:
+            self._fill_cache(filled, hidden)
+            return
+        self._hidden[: len(hidden)] = hidden
+        self._fill_graphs.replay(shape)
 
     def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
         own = self._with_next_tokens(step)
@@ -84,27 +140,51 @@ class MTPDrafter(GreedyDrafter):
         if num_accepted is not None and self._is_planned:
             first = num_tokens - 1 + num_accepted.cpu().numpy()
         first = first[order]
+        shape = self._shape_of(own)
         with self.with_scratch(rows, first + limits):
-            filled = self.inputs.fill(self.rows, own.rows, own.counts, own.starts)
+            filled = self.inputs.fill(self.rows, own.rows, own.counts, own.starts, shape=shape)
+            if own.late is not None:
+                own.late.put_into(filled.input_ids, self.ahead)
             hidden = self.given(own.hidden)
             places = _put_last(filled.input_ids, at[new.rows], new)
             if not len(rows):
-                self._fill_cache(filled, hidden)
+                self._fill(filled, hidden, shape)
                 return no_proposals
             which = to_device(order, device)
             filled.read_rows, exact = places[which], None
             if num_accepted is not None:
                 exact = to_device(num_tokens - 1, device)[which] + num_accepted[which]
-            tokens = torch.cat(self.draft(chosen, self.forward(filled, hidden), first, exact))
-        on_host = self._on_host[: len(tokens)]
+            given = self._first(filled, hidden, shape)
+            tokens = torch.cat(self.draft(chosen, given, first, exact))
+        return self._send(tokens, rows, limits)
+
+    def _send(self, tokens: Tensor, rows: np.ndarray, limits: np.ndarray) -> Ready:
+        """Copies drafts to the host, which needs them for requests that read their own tokens."""
+        self._copies.reverse()
+        on_host, copied = self._copies[0][: len(tokens)], None
         on_host.copy_(tokens, non_blocking=True)
-        ids = [batch.requests[row].request_id for row in rows]
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        requests = [self.batch.requests[row] for row in rows]
+        ids = [request.request_id for request in requests]
+        is_late = self.is_late and not any(request.reads_own_tokens for request in requests)
+        places = self.by_request(ids, range(len(tokens)), limits)
+        self.in_flight = found = DraftsInFlight(tokens, on_host, copied, places)
 
         def ready(request_ids: Sequence[str]) -> Proposals:
-            drafts, wanted = self.by_request(ids, on_host.tolist(), limits), set(request_ids)
+            known = [LATER] * len(on_host) if is_late else found.known()
+            drafts, wanted = self.by_request(ids, known, limits), set(request_ids)
             return Proposals({i: draft for i, draft in drafts.items() if i in wanted})
 
         return ready
+
+    def _shape_of(self, step: StepTokens) -> PromptShape | None:
+        """The graph to compute it with; None for none."""
+        if self._graphs is None:
+            return None
+        sizes = int(step.counts.sum()), int(step.counts.max()), len(step.rows)
+        return self._graphs.fitting(lambda one: one.holds(*sizes))
 
     def _with_next_tokens(self, step: StepTokens) -> StepTokens:
         """The tokens of a step that another follows, or will once it has sampled."""
@@ -139,4 +219,16 @@ def _until(step: StepTokens, ends: np.ndarray) -> StepTokens:
     assert step.hidden is not None
     kept = counts > 0
     hidden = step.hidden[to_device(places, step.hidden.device)]
-    return StepTokens(step.rows[kept], counts[kept], step.starts[kept], hidden)
+    late = None if step.late is None else _of(step.late, places)
+    return StepTokens(step.rows[kept], counts[kept], step.starts[kept], hidden, late)
+
+
+def _of(late: LateTokens, tokens: np.ndarray) -> LateTokens | None:
+    """Those that follow the given tokens of the step, and are among what follows these."""
+    before = late.places - 1
+    at = np.minimum(np.searchsorted(tokens, before), len(tokens) - 1)
+    is_there = tokens[at] == before if len(tokens) else np.zeros(len(before), np.bool_)
+    if not is_there.any():
+        return None
+    which = to_device(np.flatnonzero(is_there), late.tokens.device)
+    return LateTokens(late.tokens[which], at[is_there] + 1)

@@ -32,8 +32,9 @@ def compute_alone(
     changed: frozenset[str],
     execute: Callable[[SchedulerOutput, dict[str, Tensor]], AsyncModelRunnerOutput],
 ) -> FinishedOutput:
-    """What a step gives whose requests are computed one by one. Those that memory runs out for
-    again are among its errors, and `changed`: requests that the step may have changed already."""
+    """What a step gives whose requests are computed one by one, and draft nothing. Those that
+    memory runs out for again are among its errors, and `changed`: requests that the step may have
+    changed already."""
     merged = ModelRunnerOutput()
     for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
         if request_id in changed:
@@ -43,7 +44,6 @@ def compute_alone(
         step = SchedulerOutput(
             num_scheduled_tokens={request_id: num_tokens},
             scheduled_spec_decode_tokens={request_id: draft} if draft else {},
-            num_draft_tokens=scheduled.num_draft_tokens,
         )
         try:
             _add(merged, execute(step, bitmasks).result())

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm.config.speculative import SpeculativeConfig
-from vllm.worker.drafts import NewTokens, Ready
+from vllm.worker.drafts import DraftsInFlight, NewTokens, Ready
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.input_buffers import to_device
 from vllm.worker.numerics import BROKEN
@@ -54,18 +54,22 @@ class SampledRows(NamedTuple):
 class Verification:
     """What a step verifies and drafts. drafts: draft tokens in the step, by request. propose: those
     for the next step, of requests whose tokens are all known. drawn: by request, how many draft
-    tokens are accepted by lot; None where the model says it."""
+    tokens are accepted by lot; None where the model says it. in_flight: has those of `drafts` that
+    were LATER."""
 
-    drafts: Mapping[str, Sequence[int]]
+    drafts: Mapping[str, list[int]]
     propose: Ready
     drawn: Mapping[str, int] | None = None
+    in_flight: DraftsInFlight | None = None
 
     def accepted(self, request_ids: Sequence[str], sampled: Sequence[int]) -> list[list[int]]:
         """The new tokens of each request: its draft up to the first token that is refused, and what
         was sampled there. sampled: of each row of logits."""
-        found, row = [], 0
+        found, row, drafts = [], 0, self.drafts
+        if self.in_flight is not None:
+            drafts = self.in_flight.resolved(drafts)
         for request_id in request_ids:
-            draft = self.drafts.get(request_id, ())
+            draft = drafts.get(request_id, [])
             tokens = sampled[row : row + len(draft) + 1]
             row += len(tokens)
             num_accepted = self._num_accepted(request_id, draft, tokens)
@@ -105,11 +109,12 @@ def new_tokens(
     batch: InputBatch,
     sampled: SampledRows,
     tokens: Tensor,
+    input_ids: Tensor,
     drawn: Mapping[str, int] | None = None,
 ) -> NewTokens:
     """What of `tokens` int64 [S], sampled for these rows, is accepted, without waiting for it; as
-    `Verification.accepted`, but of a request that fails. To be called before the step's new tokens
-    are in the batch."""
+    `Verification.accepted`, but of a request that fails. input_ids: int64, of the step. To be
+    called before the next one is laid out."""
     firsts = np.flatnonzero(sampled.ahead == 0)
     rows = sampled.rows[firsts]
     num_drafts = batch.num_drafts[rows]
@@ -120,14 +125,12 @@ def new_tokens(
         counts = np.array([drawn.get(request_id, 0) for request_id in ids], np.int64)
         num_accepted = to_device(counts, tokens.device)
     else:
-        ahead = np.minimum(np.arange(num_drafts.max()), np.maximum(num_drafts - 1, 0)[:, None])
-        columns = batch.num_tokens[rows][:, None] + ahead
-        last_column = batch.token_ids.shape[1] - 1  # a full row has no place for drafts, nor any
-        drafts = batch.token_ids[rows[:, None], np.minimum(columns, last_column)]
-        is_draft = np.arange(num_drafts.max()) < num_drafts[:, None]
-        given = np.where(is_draft, drafts, -1).astype(np.int64)
-        places, expected = to_device(np.stack([firsts[:, None] + ahead, given]), tokens.device)
-        num_accepted = (tokens[places] == expected).cumprod(1).sum(1)
+        ahead = np.arange(num_drafts.max())
+        is_draft = ahead < num_drafts[:, None]
+        own, given = firsts[:, None] + ahead, sampled.tokens[firsts][:, None] + 1 + ahead
+        sent = to_device(np.where(is_draft, np.stack([own, given]), -1), tokens.device)
+        own, given = sent.clamp(min=0)
+        num_accepted = ((tokens[own] == input_ids[given]) & (sent[0] >= 0)).cumprod(1).sum(1)
     last = tokens[to_device(firsts, tokens.device) + num_accepted]
     return NewTokens(rows, num_drafts, num_accepted, last)
 

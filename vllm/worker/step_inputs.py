@@ -42,25 +42,28 @@ class StepInputs:
         *,
         num_groups: int = 1,
         keeps_draft_states: bool = False,
+        verifies_drafts: bool = False,
         for_graphs: bool = True,
     ):
         """max_blocks: of one request. num_groups: cache groups, each with own block tables.
         keeps_draft_states: steps may have draft tokens, and layers recurrent states after each.
+        verifies_drafts: captured graphs may be of verification shapes.
         for_graphs: captured graphs read them, on a GPU."""
         self._device = device
         self._num_groups = num_groups
         self._max_blocks = max_blocks
         self._block_size = block_size
         self.sampled = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        # With the padding of a prompt graph, and of a verification shape.
+        self._most_seqs = 2 * max_seqs if verifies_drafts else max_seqs + 1
         self.planners: list[tuple[GraphPlanner, int]] = []  # of host-planned attention, by group
         sizes: dict[str, tuple[type, tuple[int, ...]]] = {
             "input_ids": (np.int64, (max_tokens,)),
             "positions": (np.int64, (max_tokens,)),
             "slot_mapping": (np.int64, (num_groups, max_tokens)),
-            # A prompt graph has one more request, of padding.
-            "query_start_loc": (np.int32, (max_seqs + 2,)),
-            "seq_lens": (np.int32, (max_seqs + 1,)),
-            "state_slots": (np.int32, (max_seqs + 1,)),
+            "query_start_loc": (np.int32, (self._most_seqs + 1,)),
+            "seq_lens": (np.int32, (self._most_seqs,)),
+            "state_slots": (np.int32, (self._most_seqs,)),
         }
         if keeps_draft_states:
             sizes["draft_slots"] = (np.int32, (max_tokens,))
@@ -85,7 +88,7 @@ class StepInputs:
         self._decode.upload()
         one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=self._device)
         self._decode.device["query_start_loc"] = one_each
-        shape = (max_seqs + 1, self._max_blocks)
+        shape = (self._most_seqs, self._max_blocks)
         self._tables = [StagedTable(shape, self._device) for _ in range(self._num_groups)]
 
     def fill(
@@ -148,16 +151,15 @@ class StepInputs:
     def pad_prompts(self, shape: PromptShape) -> None:
         """Fills the buffers that `prompt_batch(shape)` reads with padding."""
         self._buffers.wait_until_read()
-        self._buffers.host["query_start_loc"][0] = 0
         _pad(self._buffers.host, 0, 0, shape)
         self._buffers.upload()
 
     def prompt_batch(self, shape: PromptShape) -> ForwardBatch:
         """Inputs at fixed addresses for steps that fit the shape."""
-        tokens, seqs = shape
+        tokens, longest, seqs = shape
         max_seq_len = self._max_blocks * self._block_size
         tables = [table.device[:seqs] for table in self._tables]
-        return _batch(self._buffers.device, tokens, seqs, tables, tokens, max_seq_len)
+        return _batch(self._buffers.device, tokens, seqs, tables, longest, max_seq_len)
 
     def padding(self, num_tokens: int, num_seqs: int = 1, max_seq_len: int = 1) -> ForwardBatch:
         """`num_tokens` tokens without KV slots, spread evenly over `num_seqs` requests of sequence
@@ -238,12 +240,13 @@ def _batch(
 
 
 def _pad(host: dict[str, np.ndarray], num_tokens: int, num_seqs: int, shape: PromptShape) -> None:
-    """Pads with empty requests and a last one with the remaining tokens, which has no keys, no KV
-    slots and the state slot 0 of padding."""
+    """Pads with requests of up to `shape.longest` tokens, which have no keys, no KV slots and the
+    state slot 0 of padding, and then with empty ones."""
     of_tokens = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "draft_slots": -1}
     for name in of_tokens.keys() & host.keys():
         host[name][..., num_tokens : shape.tokens] = of_tokens[name]
-    host["query_start_loc"][num_seqs + 1 : shape.seqs] = num_tokens
-    host["query_start_loc"][shape.seqs] = shape.tokens
+    starts = host["query_start_loc"][num_seqs : shape.seqs + 1]
+    starts[:] = np.minimum(num_tokens + shape.longest * np.arange(len(starts)), shape.tokens)
+    assert starts[-1] == shape.tokens, "the step does not fit the shape"
     for name in ("seq_lens", "state_slots"):
         host[name][num_seqs : shape.seqs] = 0

@@ -51,6 +51,24 @@ def test_graphs_do_not_keep_the_logits_of_every_size():
     assert graphs.shapes[-1] == MOST and taken < every / 2
 
 
+def test_sizes_that_do_not_pay_are_not_captured():
+    x, seen = torch.randn(8, 8, device="cuda"), {}
+
+    def compute(size: int) -> torch.Tensor:
+        torch.cuda._sleep(20_000_000)  # 10 ms
+        return x[:size] * 2
+
+    def pays(size: int, launching: float, whole: float) -> bool:
+        seen[size] = launching, whole
+        return size != 4
+
+    with torch.inference_mode():
+        graphs = CudaGraphs(compute, [2, 4, 8], pays=pays)
+        assert graphs.shapes == [2, 8] and sorted(seen) == [2, 4, 8]
+        assert torch.equal(graphs.replay(8), x * 2)
+    assert all(10 * launching < whole for launching, whole in seen.values())
+
+
 def test_an_alias_is_at_the_place_of_its_tensor():
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
         tensor = torch.randn(4, 6, device="cuda").to(dtype)[:, :5]

@@ -19,6 +19,8 @@ STEPS = {
     "mixed": ((1, 0), (7, 3), (33, 0), (1, 9), (17, 70), (2, 1)),
     "several chunks": ((1, 2), (70, 0), (65, 70), (129, 1)),
     "one prompt": ((200, 0),),
+    "few tokens each": ((2, 0), (3, 5), (1, 2), (7, 1), (8, 0), (8, 9)),
+    "a few more": ((8, 3), (9, 0), (9, 4), (2, 1), (10, 70)),
 }
 SIZES = ((128, 128), (24, 20), (40, 33), (256, 64))[: 2 if IS_INTERPRETED else 4]
 NUM_SLOTS, KEY_HEADS, HEADS = 9, 2, 4
@@ -168,7 +170,7 @@ def test_inputs_of_half_precision():
     assert_close(case, kernels.gated_delta_rule, *rule_by_definition(case), 2 * TOLERANCE)
 
 
-@pytest.mark.parametrize("channels, taps", [(300, 4), (1000, 2)])
+@pytest.mark.parametrize("channels, taps", [(300, 4), (1000, 2), (60, 8)])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_the_convolution_reaches_back_before_the_step(step, channels, taps):
     case = conv_case(step, channels, taps)

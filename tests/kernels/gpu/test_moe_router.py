@@ -7,7 +7,7 @@ from triton_device import DEVICE, IS_INTERPRETED, MARKS
 
 from vllm.architectures.router import Router
 from vllm.kernels.activations import KernelByTokens
-from vllm.kernels.backends.torch import DenseKernel
+from vllm.kernels.backends.torch import DenseKernel, with_zeros
 from vllm.kernels.triton import moe_router as kernels
 from vllm.ops import moe_router as router
 from vllm.ops.moe_router import route
@@ -120,6 +120,24 @@ def test_rows_beyond_the_experts_are_multiplied_beside_them(count, num_tokens, n
     alone, expected = kernels.route(wanted[:, :count], 4, True)
     assert torch.equal(ids, expected)
     torch.testing.assert_close(weights, alone, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 129])
+def test_rows_of_zeros_after_the_gate_are_no_experts(num_tokens):
+    x, padded = whole_numbers(num_tokens, 512), whole_numbers(64, 512) / 32
+    padded[41:] = 0
+    wanted = chosen_beside(x, DenseKernel(padded[:41].clone(), multiply), 40, 4)
+    found = chosen_beside(x, DenseKernel(padded[:41], multiply, padded), 40, 4)
+    assert all(torch.equal(*both) for both in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize(("num_rows", "wanted"), [(257, 272), (256, None), (151_665, None)])
+def test_a_small_weight_with_odd_rows_is_kept_with_rows_of_zeros(num_rows, wanted):
+    weight = torch.ones(num_rows, 2, device=DEVICE)
+    kept = with_zeros(weight)
+    assert (None if kept is None else len(kept)) == wanted
+    if kept is not None:
+        assert torch.equal(kept[:num_rows], weight) and not kept[num_rows:].any()
 
 
 def test_rows_beyond_the_experts_of_a_gate_that_keeps_no_weight():

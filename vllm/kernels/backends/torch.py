@@ -27,6 +27,7 @@ from vllm.kernels.select.problem import (
 )
 from vllm.kernels.select.spec import KernelSpec
 from vllm.utils.dataclasses import dataclass
+from vllm.utils.math_utils import round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,13 +52,34 @@ _Spec = partial(
 
 @dataclass(frozen=True)
 class DenseKernel:
-    """x @ weight.T. weight [N, K]: for kernels that multiply with it and do more in one launch."""
+    """x @ weight.T. weight [N, K]: for kernels that multiply with it and do more in one launch.
+    padded: the same and rows of zeros, as many as `multiply` is fast with; None where it is."""
 
     weight: "Tensor"
     multiply: "Callable[[Tensor, Tensor], Tensor]"
+    padded: "Tensor | None" = None
+
+    @property
+    def dense(self) -> "DenseKernel":
+        return self
 
     def __call__(self, x: "Tensor") -> "Tensor":
         return self.multiply(x, self.weight)
+
+
+# cuBLAS has no fast kernels for an odd number of columns, as a router has beside a gate. A larger
+# weight, as an output projection that shares it, is not worth the copy.
+_ALIGNED, _MOST_PADDED = 16, 2048
+
+
+def with_zeros(weight: "Tensor") -> "Tensor | None":
+    """weight [N, K] on a GPU as in DenseKernel."""
+    num_rows = len(weight)
+    if num_rows % _ALIGNED == 0 or num_rows > _MOST_PADDED:
+        return None
+    padded = weight.new_zeros(round_up(num_rows, _ALIGNED), weight.shape[1])
+    padded[:num_rows] = weight
+    return padded
 
 
 SPECS = (
@@ -89,7 +111,9 @@ def linear(problem: LinearProblem, tensors: "LinearTensors", winner: Candidate) 
     if tensors.weight.is_cuda and not problem.weight.is_quantized:
         weight = tensors.weight.to(dtype_of(problem.dtype))
         if tensors.bias is None:
-            return DenseKernel(weight, functional.linear)
+            padded = with_zeros(weight)
+            weight = weight if padded is None else padded[: len(weight)]
+            return DenseKernel(weight, functional.linear, padded)
         added = tensors.bias.to(weight.dtype)
         return lambda x: functional.linear(x, weight, added)
 

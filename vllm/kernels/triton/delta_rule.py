@@ -1,15 +1,16 @@
 """The gated delta-net in Triton, for GPUs: signatures and formulas are those of `cpu_ops`.
 
-Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone. As
-many tokens as requests are a step of one token for each request: one launch, and a CUDA graph can
-hold it; its rows that fill up the graph have slot 0, which is nobody's. A graph for other steps has
-more tokens than requests, whatever it is filled with.
+Nothing waits for the device: grids depend on the numbers of tokens and of requests, and what is
+launched on the most tokens that one has. Up to BY_TOKEN are computed token by token, in one launch.
+As many tokens as requests are a step of one token for each request. What fills up a CUDA graph has
+slot 0, which is nobody's; a graph for other steps than those has more tokens than requests.
 """
 
 import torch
 from torch import Tensor
 
 from vllm.kernels.triton.delta_rule_kernels import (
+    BY_TOKEN,
     chunk_kernel,
     conv_state_kernel,
     conv_step_kernel,
@@ -27,6 +28,13 @@ STEP_BLOCK_V, CHUNK_BLOCK_V = 32, 32  # columns of a state that one program keep
 CONV_TOKENS, CONV_BLOCK, STEP_BLOCK = 32, 128, 512
 
 
+def most_tokens(num_tokens: int, num_requests: int, max_query_len: int | None) -> int:
+    """A bound of the tokens of one request."""
+    if num_tokens == num_requests:
+        return 1
+    return num_tokens if max_query_len is None else max_query_len
+
+
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -37,28 +45,29 @@ def causal_conv1d(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """silu of a convolution along the tokens, as `cpu_ops.causal_conv1d` defines it."""
     num_tokens, channels = x.shape
     num_requests, taps = state_slots.shape[0], weight.shape[0]
     result = x.new_empty(num_tokens, channels) if out is None else out
-    assert x.stride(1) == 1 and result.is_contiguous() and weight.is_contiguous() and taps > 1
-    assert state.is_contiguous()
-    requests = (state_slots, query_start_loc, seq_lens)
+    assert x.stride(1) == 1 and result.is_contiguous() and weight.is_contiguous()
+    assert state.is_contiguous() and 1 < taps <= BY_TOKEN.value + 1
+    requests = (state_slots, query_start_loc, seq_lens, draft_slots)
+    most = most_tokens(num_tokens, num_requests, max_query_len)
     conv_step_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](
         x, weight, bias, state, *requests, result, num_requests, x.stride(0), CHANNELS=channels,
-        TAPS=taps, BLOCK=STEP_BLOCK, **launch_dependent(x.device),
+        TAPS=taps, BLOCK=STEP_BLOCK, IS_DECODE=most == 1, **launch_dependent(x.device),
     )  # fmt: skip
-    if num_tokens > num_requests:
+    if most > BY_TOKEN.value:
         blocks = cdiv(channels, CONV_BLOCK)
         conv_tokens_kernel[(cdiv(num_tokens, CONV_TOKENS), blocks)](
             x, weight, bias, state, *requests, result, num_tokens, num_requests, x.stride(0),
             CHANNELS=channels, TAPS=taps, TOKENS=CONV_TOKENS, BLOCK=CONV_BLOCK,
         )  # fmt: skip
         conv_state_kernel[(num_requests, cdiv(channels, STEP_BLOCK))](
-            x, state, *requests, draft_slots, num_requests, x.stride(0), CHANNELS=channels,
-            TAPS=taps, BLOCK=STEP_BLOCK,
-        )  # fmt: skip
+            x, state, *requests, x.stride(0), CHANNELS=channels, TAPS=taps, BLOCK=STEP_BLOCK
+        )
     return result
 
 
@@ -76,6 +85,7 @@ def gated_delta_rule(
     seq_lens: Tensor,
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """The recurrence of Gated DeltaNet, as `cpu_ops.gated_delta_rule` defines it.
 
@@ -92,14 +102,15 @@ def gated_delta_rule(
     strides = (query.stride(0), key.stride(0), value.stride(0), a.stride(0))
     key_pad, group = max(16, next_power_of_2(dim_k)), heads // key.shape[1]
     sizes = {"HEADS": heads, "K": dim_k, "K_PAD": key_pad, "V": dim_v}
+    most = most_tokens(num_tokens, num_requests, max_query_len)
     step_kernel[(cdiv(dim_v, STEP_BLOCK_V), heads, num_requests)](
         query, key, value, *gates, state, *requests, draft_slots, result, *strides, num_requests,
-        **sizes, GROUP=group, BLOCK_V=STEP_BLOCK_V, **launch_dependent(value.device),
+        **sizes, GROUP=group, BLOCK_V=STEP_BLOCK_V, IS_DECODE=most == 1,
+        **launch_dependent(value.device),
     )  # fmt: skip
-    if num_tokens > num_requests:
-        # A request of n > 1 tokens has fewer than n / CHUNK + 1 chunks, and there are no more such
-        # requests than there are tokens beyond the first of each.
-        num_chunks = cdiv(num_tokens, CHUNK) + min(num_requests, num_tokens // 2)
+    if most > BY_TOKEN.value:
+        # A request of n tokens has fewer than n / CHUNK + 1 chunks, and none of up to BY_TOKEN.
+        num_chunks = cdiv(num_tokens, CHUNK) + min(num_requests, num_tokens // BY_TOKEN.value)
         requests_pad = max(LEAST_REQUESTS_PAD, next_power_of_2(num_requests))
         sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK, "V_PAD": CHUNK * cdiv(dim_v, CHUNK)}
         prepared = [

@@ -13,6 +13,9 @@ import triton.language as tl
 from vllm.kernels.triton.moe_kernels import begin_dependent
 
 NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+# Most tokens of a request in a step that are computed one after the other, at about a microsecond
+# each. Chunks would take two more launches, and pad a matrix product of 64 tokens.
+BY_TOKEN: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
@@ -26,20 +29,24 @@ def read_request(query_start_loc, seq_lens, state_slots, r):
 
 @triton.jit
 def is_by_token(draft_slots, start, length):
-    """Whether a request is computed token by token: it has one, or drafts at its end."""
-    found = length == 1
+    """Whether a request is computed token by token: it has few, or drafts at its end. It does not
+    depend on other requests."""
+    found = (length >= 1) & (length <= BY_TOKEN)
     if draft_slots is not None:
         found |= tl.load(draft_slots + start + length - 1, mask=length > 0, other=-1) >= 0
     return found
 
 
 @triton.jit
-def slot_after(draft_slots, token, slot):
-    """Where the state after a token goes of a request in `slot` that is computed by token."""
+def slot_after(draft_slots, token, end, slot):
+    """Where the state after a token goes of a request in `slot` that is computed by token, before
+    token `end`; -1 of one that neither is a draft nor the last before drafts or of all."""
+    is_kept = token + 1 == end
     if draft_slots is not None:
         drafted = tl.load(draft_slots + token).to(tl.int64)
         slot = tl.where(drafted >= 0, drafted, slot)
-    return slot
+        is_kept |= tl.load(draft_slots + token + 1, mask=token + 1 < end, other=-1) >= 0
+    return tl.where(is_kept, slot, -1)
 
 
 # ---------------------------------------------------------------- convolution
@@ -47,43 +54,54 @@ def slot_after(draft_slots, token, slot):
 
 @triton.jit(do_not_specialize=["num_requests"])
 def conv_step_kernel(
-    x, weight, bias, state, state_slots, query_start_loc, seq_lens, out, num_requests, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, state, state_slots, query_start_loc, seq_lens, draft_slots, out, num_requests,
+    x_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, IS_DECODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Requests of one token: output and the state after it. Grid (requests, channel blocks)."""
+    """Requests that are computed by token: outputs, and the states after them. Grid (requests,
+    channel blocks)."""
     begin_dependent(PDL)
     start, length, slot, has_state = read_request(
         query_start_loc, seq_lens, state_slots, tl.program_id(0)
     )
-    if length != 1:
+    if not is_by_token(draft_slots, start, length):
         return
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = c < CHANNELS
-    wide = start.to(tl.int64)
     own = state + slot * ((TAPS - 1) * CHANNELS) + c
-    new = tl.load(x + wide * x_stride + c, mask=is_channel, other=0.0)
-    last = tl.load(weight + (TAPS - 1) * CHANNELS + c, mask=is_channel, other=0.0)
-    acc = last * new.to(tl.float32)
+    window = ()  # the last inputs, oldest first
     for tap in tl.static_range(TAPS - 1):
         kept = tl.load(own + tap * CHANNELS, mask=is_channel & has_state, other=0.0)
-        w = tl.load(weight + tap * CHANNELS + c, mask=is_channel, other=0.0)
-        acc += w * kept.to(tl.float32)
-        if tap > 0:
-            tl.store(own + (tap - 1) * CHANNELS, kept, mask=is_channel)
-    tl.store(own + (TAPS - 2) * CHANNELS, new, mask=is_channel)
-    if bias is not None:
-        acc += tl.load(bias + c, mask=is_channel, other=0.0)
-    y = acc / (1.0 + tl.exp(-acc))
-    tl.store(out + wide * CHANNELS + c, y.to(out.dtype.element_ty), mask=is_channel)
+        window = window + (kept,)  # noqa: RUF005
+    for t in range(1 if IS_DECODE else length):
+        token = start + t
+        wide = token.to(tl.int64)
+        new = tl.load(x + wide * x_stride + c, mask=is_channel, other=0.0)
+        last = tl.load(weight + (TAPS - 1) * CHANNELS + c, mask=is_channel, other=0.0)
+        acc = last * new.to(tl.float32)
+        for tap in tl.static_range(TAPS - 1):
+            w = tl.load(weight + tap * CHANNELS + c, mask=is_channel, other=0.0)
+            acc += w * window[tap].to(tl.float32)
+        window = window[1:] + (new,)  # noqa: RUF005
+        target = slot_after(draft_slots, token, start + length, slot)
+        place = state + target * ((TAPS - 1) * CHANNELS) + c
+        for tap in tl.static_range(TAPS - 1):
+            tl.store(place + tap * CHANNELS, window[tap], mask=is_channel & (target >= 0))
+        if bias is not None:
+            acc += tl.load(bias + c, mask=is_channel, other=0.0)
+        y = acc / (1.0 + tl.exp(-acc))
+        tl.store(out + wide * CHANNELS + c, y.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_requests"])
 def conv_tokens_kernel(
-    x, weight, bias, state, state_slots, query_start_loc, seq_lens, out, num_tokens, num_requests,
-    x_stride,
+    x, weight, bias, state, state_slots, query_start_loc, seq_lens, draft_slots, out, num_tokens,
+    num_requests, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of requests of more tokens; states are left. Grid (token blocks, channel blocks)."""
+    """Outputs of requests that are not computed by token; states are left. Grid (token blocks,
+    channel blocks)."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     request = tl.zeros([TOKENS], tl.int32)
     for first in range(0, num_requests, 32):
@@ -93,7 +111,7 @@ def conv_tokens_kernel(
     is_token = (tokens < num_tokens) & (request < num_requests)
     request = tl.minimum(request, num_requests - 1)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, request)
-    is_token = is_token & (length > 1)
+    is_token = is_token & ~is_by_token(draft_slots, start, length)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = c < CHANNELS
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
@@ -119,33 +137,22 @@ def conv_tokens_kernel(
     tl.store(target, y.to(out.dtype.element_ty), mask=is_token[:, None] & is_channel[None, :])
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit
 def conv_state_kernel(
-    x, state, state_slots, query_start_loc, seq_lens, draft_slots, num_requests, x_stride,
+    x, state, state_slots, query_start_loc, seq_lens, draft_slots, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """States after requests of more than one token. Grid (requests, channel blocks)."""
-    start, length, slot, has_state = read_request(
-        query_start_loc, seq_lens, state_slots, tl.program_id(0)
-    )
-    if length <= 1:
+    """States after requests that are not computed by token, whose tokens are as many as taps and
+    more. Grid (requests, channel blocks)."""
+    start, length, slot, _ = read_request(query_start_loc, seq_lens, state_slots, tl.program_id(0))
+    if is_by_token(draft_slots, start, length) | (length == 0):
         return
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = x + (start + length - (TAPS - 1)).to(tl.int64) * x_stride + c
     own = state + slot * ((TAPS - 1) * CHANNELS) + c
-    num_states = tl.where(is_by_token(draft_slots, start, length), length, 1)
-    # That after the first token replaces what the others are made of.
-    for back in range(1 if draft_slots is None else num_states):
-        end = length - back
-        target = slot_after(draft_slots, start + end - 1, slot)
-        target = state + target * ((TAPS - 1) * CHANNELS) + c
-        # In ascending order, so that a row is read before it is written.
-        for place in tl.static_range(TAPS - 1):
-            token = end - (TAPS - 1) + place
-            row = x + (start + token).to(tl.int64) * x_stride + c
-            new = tl.load(row, mask=(c < CHANNELS) & (token >= 0), other=0.0)
-            moved = own + tl.maximum(TAPS - 1 + token, 0) * CHANNELS
-            kept = tl.load(moved, mask=(c < CHANNELS) & (token < 0) & has_state, other=0.0)
-            tl.store(target + place * CHANNELS, new + kept, mask=c < CHANNELS)
+    for tap in tl.static_range(TAPS - 1):
+        kept = tl.load(row + tap * x_stride, mask=c < CHANNELS, other=0.0)
+        tl.store(own + tap * CHANNELS, kept, mask=c < CHANNELS)
 
 
 # ---------------------------------------------------------------- recurrence
@@ -171,9 +178,9 @@ def step_kernel(
     q, k, v, a, b, decay_rate, dt_bias, state, state_slots, query_start_loc, seq_lens, draft_slots,
     out, q_stride, k_stride, v_stride, gate_stride, num_requests,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, IS_DECODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Requests of one token, or with drafts. Grid (blocks of a value head, heads, requests)."""
+    """Requests that are computed by token. Grid (blocks of a value head, heads, requests)."""
     begin_dependent(PDL)
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
@@ -186,7 +193,7 @@ def step_kernel(
     own = state + (slot * HEADS + head) * (K * V) + at
     memory = tl.load(own, mask=is_own & has_state, other=0.0)
     of_key = (head // GROUP) * K + i
-    for t in range(1 if draft_slots is None else length):
+    for t in range(1 if IS_DECODE else length):
         token = start + t
         wide = token.to(tl.int64)
         query = tl.load(q + wide * q_stride + of_key, mask=is_i, other=0.0).to(tl.float32)
@@ -198,8 +205,9 @@ def step_kernel(
         memory *= tl.exp(log_decay)
         delta = (value - tl.sum(memory * key[:, None], 0)) * beta
         memory += key[:, None] * delta[None, :]
-        target = slot_after(draft_slots, token, slot)
-        tl.store(state + (target * HEADS + head) * (K * V) + at, memory, mask=is_own)
+        target = slot_after(draft_slots, token, start + length, slot)
+        place = state + (target * HEADS + head) * (K * V) + at
+        tl.store(place, memory, mask=is_own & (target >= 0))
         y = tl.sum(memory * query[:, None], 0)
         tl.store(out + (wide * HEADS + head) * V + j, y.to(out.dtype.element_ty), mask=is_j)
 

@@ -1,12 +1,14 @@
 """The recurrence of Mamba2 in Triton, for GPUs: signature and formulas are those of `cpu_ops`.
 
-Nothing waits for the device, and grids depend on the numbers of tokens and of requests alone, as in
+Nothing waits for the device, and requests of few tokens are computed token by token, as in
 `delta_rule.py`.
 """
 
 import torch
 from torch import Tensor
 
+from vllm.kernels.triton.delta_rule import most_tokens
+from vllm.kernels.triton.delta_rule_kernels import BY_TOKEN
 from vllm.kernels.triton.mamba2_kernels import chunk_kernel, step_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
 from vllm.utils.math_utils import cdiv, next_power_of_2
@@ -33,6 +35,7 @@ def mamba2_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
     out: Tensor | None = None,
     draft_slots: Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> Tensor:
     """The recurrence of Mamba2, as `cpu_ops.mamba2_scan` defines it.
 
@@ -51,11 +54,12 @@ def mamba2_scan(
     strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0))
     pad = max(16, next_power_of_2(state_size))
     sizes = {"HEADS": heads, "GROUP": heads // groups, "N": state_size, "N_PAD": pad, "P": head_dim}
+    most = most_tokens(num_tokens, num_requests, max_query_len)
     step_kernel[(cdiv(head_dim, STEP_BLOCK_P), heads, num_requests)](
         *given, result, *strides, *dt_limits, **sizes, BLOCK_P=STEP_BLOCK_P,
-        **launch_dependent(x.device),
+        IS_DECODE=most == 1, **launch_dependent(x.device),
     )  # fmt: skip
-    if num_tokens > num_requests:
+    if most > BY_TOKEN.value:
         size = CHUNK if pad <= _MOST_ROWS else CHUNK_OF_MANY_ROWS
         chunk_kernel[(cdiv(head_dim, size), heads, num_requests)](
             *given, result, *strides, *dt_limits, **sizes, BLOCK_P=size, CHUNK=size,

@@ -30,9 +30,9 @@ def step_kernel(
     x, dt, b, c, decay_rate, dt_bias, skip, state, state_slots, query_start_loc, seq_lens,
     draft_slots, out, x_stride, dt_stride, b_stride, c_stride, least, most,
     HEADS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr,
-    P: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, IS_DECODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Requests of one token, or with drafts. Grid (blocks of a head, heads, requests)."""
+    """Requests that are computed by token. Grid (blocks of a head, heads, requests)."""
     begin_dependent(PDL)
     block, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length, slot, has_state = read_request(query_start_loc, seq_lens, state_slots, r)
@@ -45,7 +45,7 @@ def step_kernel(
     own = state + (slot * HEADS + head) * (N * P) + at
     memory = tl.load(own, mask=is_own & has_state, other=0.0)
     of_key = (head // GROUP) * N + i
-    for t in range(1 if draft_slots is None else length):
+    for t in range(1 if IS_DECODE else length):
         token = start + t
         wide = token.to(tl.int64)
         key = tl.load(b + wide * b_stride + of_key, mask=is_i, other=0.0).to(tl.float32)
@@ -54,8 +54,9 @@ def step_kernel(
         step = _steps(dt, dt_bias, token, head, dt_stride, least, most, True)
         memory *= tl.exp(-tl.load(decay_rate + head) * step)
         memory += key[:, None] * (step * value)[None, :]
-        target = slot_after(draft_slots, token, slot)
-        tl.store(state + (target * HEADS + head) * (N * P) + at, memory, mask=is_own)
+        target = slot_after(draft_slots, token, start + length, slot)
+        place = state + (target * HEADS + head) * (N * P) + at
+        tl.store(place, memory, mask=is_own & (target >= 0))
         y = tl.sum(memory * query[:, None], 0) + tl.load(skip + head) * value
         tl.store(out + (wide * HEADS + head) * P + j, y.to(out.dtype.element_ty), mask=is_j)
 

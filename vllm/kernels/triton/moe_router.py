@@ -20,9 +20,8 @@ from vllm.utils.math_utils import cdiv, next_power_of_2, round_up
 # still runs. Estimated: each block of tokens reads the whole gate again.
 MOST_SPLIT = 128
 ROWS, BLOCK_E, BLOCK_K = 16, 16, 512
-# Columns that rows of logits are filled up to: with an odd number of them cuBLAS has no fast
-# kernels, and who reads the others finds 16 to divide their stride whatever the number of tokens,
-# or Triton would compile it twice.
+# Columns that rows of logits are filled up to: who reads those of no expert finds 16 to divide
+# their stride whatever the number of tokens, or Triton would compile it twice.
 _ALIGNED = 16
 _ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -31,9 +30,10 @@ def choose_experts(
     x: Tensor, gate: LinearKernel, router: Router, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route` of gate(x), for x [T, hidden]; and what gate(x) has beyond the experts' columns."""
-    weight = getattr(gate, "weight", None)
+    dense = getattr(gate, "dense", None)
+    weight = None if dense is None else dense.weight
     if weight is None or len(x) > MOST_SPLIT or x.dtype not in _ROUNDED or len(weight) < BLOCK_E:
-        y = gate(x) if weight is None else torch.mm(x, weight.T, out=_rows(x, len(weight)))
+        y = gate(x) if dense is None else _product(x, dense)
         logits, others = y.tensor_split([router.num_experts], 1)
         return *_route(logits.unsqueeze(1), router, bias), others
     assert weight.is_contiguous() and weight.dtype == x.dtype and x.stride(1) == 1
@@ -49,6 +49,12 @@ def choose_experts(
             NUM_ROWS=num_rows, BLOCK_E=BLOCK_E, ROWS=ROWS, **launch_dependent(x.device),
         )  # fmt: skip
     return *_route(parts, router, bias, others), others
+
+
+def _product(x: Tensor, dense: Any) -> Tensor:
+    """x @ weight.T of a DenseKernel."""
+    weight = dense.weight if dense.padded is None else dense.padded
+    return torch.mm(x, weight.T, out=_rows(x, len(weight)))[:, : len(dense.weight)]
 
 
 def _rows(x: Tensor, width: int) -> Tensor:

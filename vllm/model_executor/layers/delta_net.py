@@ -62,14 +62,13 @@ class GatedDeltaNet(RecurrentLayer):
     def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         at = batch.attention
         requests = at.state_slots, at.query_start_loc, at.seq_lens
+        options = {"draft_slots": at.draft_slots, "max_query_len": at.max_query_len}
         key_size = self.num_key_heads * self.key_dim
         channels, value_size = self.conv_weight.shape[1], self.num_value_heads * self.value_dim
         qkv, z = self.in_proj_qkvz(x).split((channels, value_size), 1)
         gates = x if isinstance(x, Tensor) or x.source is None else x.source
         b, a = self.in_proj_ba(gates).chunk(2, 1)
-        qkv = self.ops.causal_conv1d(
-            qkv, self.conv_weight, self.conv_state, *requests, draft_slots=at.draft_slots
-        )
+        qkv = self.ops.causal_conv1d(qkv, self.conv_weight, self.conv_state, *requests, **options)
         q, k, v = qkv.split((key_size, key_size, value_size), 1)
         y = self.rule(
             q.unflatten(1, (self.num_key_heads, self.key_dim)),
@@ -81,7 +80,7 @@ class GatedDeltaNet(RecurrentLayer):
             self.dt_bias,
             self.state,
             *requests,
-            draft_slots=at.draft_slots,
+            **options,
         )
         z = z.unflatten(1, (self.num_value_heads, self.value_dim))
         return self.ops.rms_norm_gated(y, z, self.norm_weight, self.eps).flatten(1)

@@ -66,6 +66,7 @@ class Mamba2Mixer(RecurrentLayer):
     def forward(self, x: Activation, batch: ForwardBatch) -> Tensor:
         at = batch.attention
         requests = at.state_slots, at.query_start_loc, at.seq_lens
+        options = {"draft_slots": at.draft_slots, "max_query_len": at.max_query_len}
         size, of_groups = self.num_heads * self.head_dim, self.num_groups * self.state_size
         projected = self.in_proj(x)
         gate, channels, dt = projected.split((size, size + 2 * of_groups, self.num_heads), 1)
@@ -75,7 +76,7 @@ class Mamba2Mixer(RecurrentLayer):
             self.conv_state,
             *requests,
             bias=self.conv_bias,
-            draft_slots=at.draft_slots,
+            **options,
         )
         values, b, c = channels.split((size, of_groups, of_groups), 1)
         y = self.scan(
@@ -88,7 +89,7 @@ class Mamba2Mixer(RecurrentLayer):
             self.skip,
             self.state,
             *requests,
-            draft_slots=at.draft_slots,
+            **options,
         )
         y, gate = (one.reshape(-1, self.num_groups, size // self.num_groups) for one in (y, gate))
         return self.ops.silu_mul_rms_norm(y, gate, self.norm_weight, self.eps).flatten(1)
