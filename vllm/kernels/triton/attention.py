@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, write_kernel
+from vllm.kernels.triton.attention_kernels import decode_kernel, write_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.kernels.triton.prefill_kernels import prefill_kernel
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 LOG2_E = math.log2(math.e)

@@ -12,7 +12,6 @@ import triton.language as tl
 from vllm.kernels.triton.attention_kernels import (
     _add_tile,
     _begin_softmax,
-    _find_request,
     _load_blocks,
     _load_tile,
     _normalise,
@@ -20,6 +19,7 @@ from vllm.kernels.triton.attention_kernels import (
     _widen,
 )
 from vllm.kernels.triton.moe_kernels import begin_dependent
+from vllm.kernels.triton.prefill_kernels import _find_request
 
 
 @triton.jit
@@ -113,8 +113,7 @@ def decode_kernel(
         positions, begin, tl.minimum(begin + length, seq_len), qk_scale,
         LATENT, LATENT_PAD, ROPE, ROPE_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    result = _normalise(acc, row_sum, v_scale)
-    dims = tl.arange(0, LATENT_PAD)
+    result, dims = _normalise(acc, row_sum, v_scale), tl.arange(0, LATENT_PAD)
     is_stored = is_row[:, None] & (dims[None, :] < LATENT)
     if length >= seq_len:
         places = token.to(tl.int64) * out_token + heads * out_head + out_places
