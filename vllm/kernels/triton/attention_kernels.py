@@ -4,7 +4,7 @@
 The query heads that share a K and V head are rows of one tile, so that a key is read once for all
 of them. Scores, softmax and sums are float32; exponentials are powers of two, with log2(e) in the
 scale of the scores. Numbers that vary from step to step are not specialised: each kernel is
-compiled once for a model.
+compiled once for a model and a tile.
 """
 
 import triton
