@@ -2,6 +2,8 @@
 
     python benchmarks/kernels/bench_delta_rule.py [--prompts COUNTxTOKENS ...]
 
+Requests of few tokens are those of a step that verifies drafts: all but the first are draft tokens.
+
 Medians of CUDA-graph replays over several layers' inputs, so that caches are cold: microseconds of
 a layer. `error`: of the outputs, beside those of the launch that the engine uses.
 """
@@ -18,10 +20,11 @@ from gpu_timing import replay_microseconds
 from torch import Tensor
 
 from vllm.kernels.triton import delta_rule
+from vllm.kernels.triton.delta_rule_kernels import BY_TOKEN
 
 KEY_HEADS, HEADS, SIZE, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + HEADS) * SIZE
-PROMPTS = ((1, 3500), (4, 1000), (64, 32), (1, 500))
+PROMPTS = ((1, 2), (8, 2), (64, 2), (1, 3500), (4, 1000), (64, 32), (1, 500))
 NUM_LAYERS = 4
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *[
@@ -67,7 +70,15 @@ def layer_inputs(count: int, tokens: int) -> tuple[dict[str, Tensor], dict[str, 
         "state_slots": torch.arange(1, count + 1, device="cuda", dtype=torch.int32),
         "query_start_loc": starts,
         "seq_lens": starts.diff(),
+        "max_query_len": tokens,
     }
+    num_slots = count + 1
+    if tokens <= BY_TOKEN.value:
+        num_slots = count * tokens + 1
+        drafts = torch.arange(count + 1, num_slots, device="cuda", dtype=torch.int32)
+        slots = torch.full((count, tokens), -1, device="cuda", dtype=torch.int32)
+        slots[:, 1:] = drafts.view(count, -1)
+        requests |= {"seq_lens": starts.diff() + 1000, "draft_slots": slots.flatten()}
     x = numbers(count * tokens, CHANNELS, dtype=torch.bfloat16)
     key_size = KEY_HEADS * SIZE
     q, k, v = x.split((key_size, key_size, HEADS * SIZE), 1)
@@ -75,7 +86,7 @@ def layer_inputs(count: int, tokens: int) -> tuple[dict[str, Tensor], dict[str, 
     conv = {
         "x": x,
         "weight": numbers(TAPS, CHANNELS),
-        "state": numbers(count + 1, TAPS - 1, CHANNELS, dtype=torch.bfloat16),
+        "state": numbers(num_slots, TAPS - 1, CHANNELS, dtype=torch.bfloat16),
         **requests,
     }
     rule = {
@@ -86,7 +97,7 @@ def layer_inputs(count: int, tokens: int) -> tuple[dict[str, Tensor], dict[str, 
         "b": b,
         "decay_rate": torch.rand(HEADS, device="cuda"),
         "dt_bias": numbers(HEADS),
-        "state": numbers(count + 1, HEADS, SIZE, SIZE),
+        "state": numbers(num_slots, HEADS, SIZE, SIZE),
         **requests,
     }
     return conv, rule
@@ -98,6 +109,8 @@ def time_prompts(count: int, tokens: int) -> None:
     convs = [partial(delta_rule.causal_conv1d, **conv) for conv, _ in layers]
     print(f"{count} x {tokens}: convolution {replay_microseconds(convs):.1f} us, ", end="")
     print(f"recurrence {replay_microseconds(rules):.1f} us", flush=True)
+    if tokens <= BY_TOKEN.value:
+        return
     wanted = rules[0]().float()
     for name, options in VARIANTS:
         with replaced(name, options):

@@ -141,7 +141,8 @@ def test_steps_that_overlap_and_are_captured_read_the_slots_of_now(
     counts = Counts(llm)
     assert counts.num_accepted > 10 and counts.num_rejected > 10
     assert counts.stats.num_preemptions > 0
-    assert sum(graphs.num_replays.values()) > 10
+    replays = graphs.num_replays.items()
+    assert sum(n for shape, n in replays if shape.longest < shape.tokens) > 5
     assert not is_switching or sum(decoding.num_replays.values()) > 5
     check_slots(llm)
 

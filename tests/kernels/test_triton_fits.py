@@ -176,7 +176,8 @@ def routers() -> None:
             scoring="sigmoid" if groups > 1 else "softmax", topk_groups=max(1, groups // 2),
         )  # fmt: skip
     routing = moe_router.Router(256, 8, True)
-    moe_router.choose_experts(empty(9, 2048), SimpleNamespace(weight=empty(257, 2048)), routing)
+    gate = SimpleNamespace(dense=SimpleNamespace(weight=empty(257, 2048), padded=None))
+    moe_router.choose_experts(empty(9, 2048), gate, routing)
 
 
 def rows_of_experts() -> None:

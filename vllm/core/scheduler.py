@@ -15,6 +15,7 @@ from vllm.core.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from vllm.core.prefix_cache import PrefixCache
 from vllm.core.prompt_limits import PromptLimits
 from vllm.core.request import FinishReason, Request
+from vllm.core.speculation import drop_waiting_drafts
 from vllm.core.state_snapshots import StateSnapshots
 from vllm.core.waiting import WaitingQueue
 
@@ -127,20 +128,13 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         self._has_long, self._limits = False, self._prompt_limits()
         budget = self._schedule_running(output, self.config.max_num_batched_tokens)
-        self._drop_drafts(output)
+        drop_waiting_drafts(self.running, output)
         # A request preempted just now may be in the step in flight, so it must not be admitted.
         if budget > 0 and self.waiting and self.num_preemptions == num_preemptions:
             self._admit_waiting(output, budget)
         if not output.is_empty:
             output.removed_request_ids, self._removed_ids = self._removed_ids, []
         return output
-
-    def _drop_drafts(self, output: SchedulerOutput) -> None:
-        """Those of requests that had to wait: a worker keeps the tokens of one step alone."""
-        for request in self.running:
-            has_waited = request.request_id not in output.num_scheduled_tokens
-            if request.spec_token_ids and not request.num_pending_tokens and has_waited:
-                request.spec_token_ids = []
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
         while self.pool.num_free < self._num_owed and len(self.running) > 1:

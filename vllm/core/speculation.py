@@ -7,6 +7,7 @@ from statistics import median
 
 from vllm.config.speculative import SpeculativeConfig
 from vllm.core.outputs import ModelRunnerOutput, SchedulerOutput
+from vllm.core.request import Request
 
 # Draft tokens of a request's first draft.
 _FIRST_DRAFT = 4
@@ -22,6 +23,14 @@ _LONGEST_HELD = 4096
 # Steps over which it is spread what a drafter took to catch up, and the steps without drafts whose
 # time it owes at most.
 _CHARGED, _MOST_OWED = 128, 256
+
+
+def drop_waiting_drafts(running: Iterable[Request], scheduled: SchedulerOutput) -> None:
+    """Those of requests that are not in this step: a worker keeps the tokens of one step alone."""
+    for request in running:
+        has_waited = request.request_id not in scheduled.num_scheduled_tokens
+        if request.spec_token_ids and not request.num_pending_tokens and has_waited:
+            request.spec_token_ids = []
 
 
 class DraftTrials:

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vllm.utils.math_utils import cdiv, round_up
 
@@ -82,11 +81,6 @@ class StagedTable:
         staged = torch.zeros((2, *shape), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         self._staged = list(staged.unbind())
         self._sent = np.empty((0, 0), np.int32)  # the used part of the first
-
-    def put(self, table: Tensor) -> None:
-        """Rows that are on the device already."""
-        self.device[: table.shape[0], : table.shape[1]].copy_(table)
-        self._sent = np.empty((0, 0), np.int32)
 
     def stage(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """`rows` of the table, also on the device, where most steps find them unchanged."""

@@ -52,7 +52,7 @@ def bucket_sizes(max_batch: int) -> list[int]:
 def prompt_shapes(max_tokens: int, max_seqs: int, num_drafts: int = 0) -> list[PromptShape]:
     """Shapes to capture for steps of up to `max_tokens`, for few requests and for `max_seqs`. From
     128 tokens on, consecutive sizes differ by a factor of at most 1.5, and of 1.25 where kernels
-    take so long that padding costs more than a graph; there are those for `max_seqs` alone then.
+    take so long that padding costs more than a graph; there are those for few requests alone then.
     num_drafts: draft tokens of a request and step at most; more than verification shapes hold take
     a smaller size too."""
     sizes = [size for power in range(5, 32) for size in (1 << power, 3 << (power - 1))]
@@ -64,7 +64,7 @@ def prompt_shapes(max_tokens: int, max_seqs: int, num_drafts: int = 0) -> list[P
     shapes = {
         PromptShape(count, count, min(n, count - 1))
         for count in counts
-        for n in (seqs if count <= _LONG else [max_seqs + 1])
+        for n in (seqs if count <= _LONG else [min(seqs)])
     }
     return sorted(shapes)
 

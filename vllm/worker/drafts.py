@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.config.speculative import STEP_DRAFT_TOKENS
+from vllm.core.outputs import SchedulerOutput
 from vllm.core.request import Request
 from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.models.decoder import CausalLM
@@ -25,27 +26,30 @@ from vllm.worker.step_inputs import StepInputs
 
 
 class LateTokens(NamedTuple):
-    """Draft tokens of a step that the host does not know when it lays it out: int64 [n] on the
-    device, and their places among the tokens of the step, int64 [n]."""
+    """Draft tokens of a step that the host does not know when it lays it out, int64 [n] on the
+    device. places: where they are among the tokens of the step, int64 [n]; on_device: the same."""
 
     tokens: Tensor
     places: np.ndarray
+    on_device: Tensor
 
     def put_into(self, input_ids: Tensor, ahead: int = 0) -> None:
         """ahead: how many tokens these inputs are ahead of the step's."""
-        input_ids.index_copy_(0, to_device(self.places - ahead, input_ids.device), self.tokens)
+        input_ids.index_copy_(0, self.on_device - ahead if ahead else self.on_device, self.tokens)
 
 
 class StepTokens(NamedTuple):
     """What a step computed: int64 `counts` of tokens of each of `rows`, from positions `starts` on.
     hidden: of all of them, what the model gave (`CausalLM.forward`); None where it is not read.
-    late: of its draft tokens.
+    input_ids: int64, all of them, valid until the next step is laid out; None where no request has
+    more than one. late: of its draft tokens.
     """
 
     rows: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
     hidden: Tensor | None = None
+    input_ids: Tensor | None = None
     late: LateTokens | None = None
 
 
@@ -95,8 +99,8 @@ class DraftsInFlight:
             return None
         own = [place for i, count in late.items() for place in self.places[i][:count]]
         places = [last[i] - count + 1 + n for i, count in late.items() for n in range(count)]
-        tokens = self.tokens[to_device(np.array(own), self.tokens.device)]
-        return LateTokens(tokens, np.array(places))
+        sent = to_device(np.array([own, places]), self.tokens.device)
+        return LateTokens(self.tokens[sent[0]], np.array(places), sent[1])
 
     def resolved(self, drafts: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """The same drafts, all known. Waits for those that were not."""
@@ -143,6 +147,13 @@ class Drafter:
 
     def drop_graphs(self) -> None:
         """It computes eagerly from now on."""
+
+    def late_tokens(self, step: SchedulerOutput, last: np.ndarray) -> LateTokens | None:
+        """Of a step. last: int64, the last token of each of its requests."""
+        drafts = step.scheduled_spec_decode_tokens
+        if not drafts or self.in_flight is None:
+            return None
+        return self.in_flight.late(drafts, dict(zip(step.num_scheduled_tokens, last.tolist())))
 
     def add(self, request: Request, num_computed: int) -> None:
         """A request of the batch, with its first blocks."""

@@ -18,7 +18,7 @@ from vllm.kernels.device_ops import usable_ops
 from vllm.kernels.jit.ready import WarmUp
 from vllm.kernels.selection import Selection
 from vllm.logger import get_logger
-from vllm.model_executor.layers.attention import Attention, planners
+from vllm.model_executor.layers.attention import planners
 from vllm.model_executor.model_loader import load_model
 from vllm.utils.startup import StartupReport
 from vllm.utils.torch_utils import naming_the_knob
@@ -54,6 +54,7 @@ from vllm.worker.kv_cache import (
 from vllm.worker.make_drafter import drafting_part, make_drafter
 from vllm.worker.numerics import NumericsWatch, mark_broken
 from vllm.worker.out_of_memory import FinishedOutput, compute_alone, drafts_or
+from vllm.worker.peak_memory import peak_memory
 from vllm.worker.pooling import pooled_vectors
 from vllm.worker.prompt_logprobs import PromptLogprobs
 from vllm.worker.sampler import sample, widened
@@ -99,7 +100,9 @@ class ModelRunner:
             )
             with report.phase("largest step"), naming_the_knob("--max-num-batched-tokens (lower)"):
                 state_bytes = allocate_states(self.model, config, self.device)
-                peak_bytes = self._peak_bytes(calls, config) if self.device.type == "cuda" else 0
+                peak_bytes = peak_memory(
+                    self._models, calls, config, parallel, self._prompt_shapes, self.device
+                )
             with report.phase("KV cache"), naming_the_knob("--gpu-memory-utilization (lower)"):
                 self.num_blocks, tables = allocate_kv_cache(
                     nn.ModuleList(self._models), config, self.device, peak_bytes, state_bytes,
@@ -128,8 +131,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             self._make_decoding_ready(config, report, is_eager)
         # Not of steps before requests, whose numbers mean nothing.
-        debugs = config.model_config.debug_numerics
-        self._watch = NumericsWatch(self.model) if debugs else None
+        self._watch = NumericsWatch(self.model) if config.model_config.debug_numerics else None
 
     def _load(self, config: VllmConfig, selection: Selection) -> None:
         """The model, and before it the one that drafts for it, if there is one."""
@@ -156,39 +158,6 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-    def _peak_bytes(self, calls: FirstCalls, config: VllmConfig) -> int:
-        """Peak activation memory of the largest steps, measured without a KV cache: all tokens of
-        one request, and as many requests as possible."""
-        num_tokens = config.scheduler_config.max_num_batched_tokens
-        num_seqs = config.scheduler_config.max_num_seqs
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        for module in nn.ModuleList(self._models).modules():
-            if isinstance(module, Attention):
-                module.kernel.allocate(1, config.cache_config.block_size, self.device)
-        self._parallel.num_tokens_across_dp = (num_tokens,) * self._parallel.data.size
-        inputs = StepInputs(
-            num_tokens, num_seqs, 1, config.cache_config.block_size, self.device,
-            num_groups=len(config.cache_groups), keeps_draft_states=config.num_draft_states > 0,
-        )  # fmt: skip
-        longest, most = config.model_config.max_model_len, min(num_seqs, num_tokens)
-        calls.of_attention(inputs, [(num_tokens, 1, num_tokens), (most, most, longest)])
-        torch.cuda.reset_peak_memory_stats()
-        for count, max_seq_len in ((1, num_tokens), (most, longest)):
-            for model in self._models:
-                batch = inputs.padding(num_tokens, count, max_seq_len)
-                model.dry_run(batch, config.max_num_logits)
-        torch.cuda.synchronize()
-        peak_bytes = torch.cuda.max_memory_allocated() - before
-        if self._prompt_shapes:  # graphs keep their activations allocated
-            torch.cuda.reset_peak_memory_stats()
-            largest = self._prompt_shapes[-1]
-            self._parallel.num_tokens_across_dp = (largest.tokens,) * self._parallel.data.size
-            self.model(inputs.padding(largest.tokens, largest.seqs, longest))
-            torch.cuda.synchronize()
-            peak_bytes += torch.cuda.max_memory_allocated() - before
-        return peak_bytes
 
     def _make_decoding_ready(
         self, config: VllmConfig, report: StartupReport, is_eager: bool
@@ -317,13 +286,11 @@ class ModelRunner:
         if size is not None:
             logits, hidden = self._decoded(size, rows, starts)
             computed, prompt_logprobs = StepTokens(rows, counts, starts, hidden), {}
-            input_ids = self._inputs.sampled  # which nobody reads: there are no drafts
             step_rows = self._step_rows(size, size)
         else:
             read = self._read_rows(scheduler_output, last, sampled.tokens)
-            late = self._late_tokens(scheduler_output, last)
-            hidden, input_ids, num_tokens = self._hidden(rows, counts, starts, read, late)
-            computed = StepTokens(rows, counts, starts, hidden, late)
+            late = self._drafter.late_tokens(scheduler_output, last)
+            hidden, computed, num_tokens = self._computed(rows, counts, starts, read, late)
             prompt_logprobs = self._prompt_logprobs.take(hidden, rows, last + 1, counts, starts)
             if len(complete):
                 if len(hidden) > len(sampled.tokens):
@@ -341,13 +308,13 @@ class ModelRunner:
         copy_states(self._state_layers, [(batch.state_slot(i), slot) for i, slot in snapshots])
         if len(sampled.rows) == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            new = partial(new_tokens, batch, sampled, nothing, input_ids)
+            new = partial(new_tokens, batch, sampled, nothing, computed.input_ids)
             drafted = self._drafting(scheduler_output, computed, new)(())
             return AsyncModelRunnerOutput.without_tokens(
                 batch, step_rows, prompt_logprobs, pooled, drafted.catch_up_seconds
             )
         rest = bitmasks, prompt_logprobs, pooled, step_rows
-        return self._sample(logits, sampled, computed, input_ids, scheduler_output, *rest)
+        return self._sample(logits, sampled, computed, scheduler_output, *rest)
 
     def _decoded(self, size: int, rows: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Logits of a captured step, and hidden states where what drafts reads them."""
@@ -362,38 +329,32 @@ class ModelRunner:
         num_most = max((num_tokens, *across))
         return StepRows(num_tokens, num_most * max(1, len(across)), num_logits)
 
-    def _hidden(
+    def _computed(
         self,
         rows: np.ndarray,
         counts: np.ndarray,
         starts: np.ndarray,
         read: np.ndarray | None,
         late: LateTokens | None,
-    ) -> tuple[Tensor, Tensor, int]:
-        """Last hidden states of a step with prompts or drafts: of all tokens, or only of `read`;
-        the tokens; and how many of them the layers computed."""
+    ) -> tuple[Tensor, StepTokens, int]:
+        """A step with prompts or drafts: last hidden states of all tokens, or only of `read`; what
+        drafts are made from; and how many tokens the layers computed."""
+        shape = None
+        sizes = int(counts.sum()), int(counts.max()), len(rows)
         if self._prompt_graphs is not None:
-            num_tokens = int(counts.sum())
-            step = num_tokens, int(counts.max()), len(rows)
-            shape = self._prompt_graphs.fitting(lambda one: one.holds(*step))
-            if shape is not None:
-                filled = self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
-                if late is not None:
-                    late.put_into(filled.input_ids)
-                found = self._prompt_graphs.replay(shape)[:num_tokens]
-                return found, filled.input_ids, shape.tokens
-        filled = self._inputs.fill(self.batch, rows, counts, starts, read)
+            shape = self._prompt_graphs.fitting(lambda one: one.holds(*sizes))
+        if shape is None:
+            filled = self._inputs.fill(self.batch, rows, counts, starts, read)
+        else:
+            filled = self._inputs.fill(self.batch, rows, counts, starts, shape=shape)
         if late is not None:
             late.put_into(filled.input_ids)
-        hidden: Tensor = self.model(filled)
-        return hidden, filled.input_ids, int(counts.sum())
-
-    def _late_tokens(self, step: SchedulerOutput, last: np.ndarray) -> LateTokens | None:
-        """last: the last token of each request in the step."""
-        drafts, in_flight = step.scheduled_spec_decode_tokens, self._drafter.in_flight
-        if not drafts or in_flight is None:
-            return None
-        return in_flight.late(drafts, dict(zip(step.num_scheduled_tokens, last.tolist())))
+        if shape is None or self._prompt_graphs is None:
+            hidden: Tensor = self.model(filled)
+        else:
+            hidden = self._prompt_graphs.replay(shape)[: sizes[0]]
+        step = StepTokens(rows, counts, starts, hidden, filled.input_ids, late)
+        return hidden, step, sizes[0] if shape is None else shape.tokens
 
     def _read_rows(
         self, scheduler_output: SchedulerOutput, last: np.ndarray, sampled: np.ndarray
@@ -453,7 +414,6 @@ class ModelRunner:
         logits: Tensor,
         sampled: SampledRows,
         computed: StepTokens,
-        input_ids: Tensor,
         step: SchedulerOutput,
         bitmasks: dict[str, Tensor],
         prompt_logprobs: dict[str, list[TokenLogprobs]],
@@ -471,7 +431,7 @@ class ModelRunner:
             copied.record()
         is_draft, verification, in_flight = bool(drafts), None, self._drafter.in_flight
         drawn = draw_lots(batch, drafts, self.config.speculative_config)
-        new = partial(new_tokens, batch, sampled, tokens, input_ids, drawn)
+        new = partial(new_tokens, batch, sampled, tokens, computed.input_ids, drawn)
         propose = self._drafting(step, computed, new)
         if is_draft or step.num_draft_tokens:
             verification = Verification(drafts, propose, drawn, in_flight)

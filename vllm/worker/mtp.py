@@ -220,7 +220,7 @@ def _until(step: StepTokens, ends: np.ndarray) -> StepTokens:
     kept = counts > 0
     hidden = step.hidden[to_device(places, step.hidden.device)]
     late = None if step.late is None else _of(step.late, places)
-    return StepTokens(step.rows[kept], counts[kept], step.starts[kept], hidden, late)
+    return StepTokens(step.rows[kept], counts[kept], step.starts[kept], hidden, late=late)
 
 
 def _of(late: LateTokens, tokens: np.ndarray) -> LateTokens | None:
@@ -231,4 +231,5 @@ def _of(late: LateTokens, tokens: np.ndarray) -> LateTokens | None:
     if not is_there.any():
         return None
     which = to_device(np.flatnonzero(is_there), late.tokens.device)
-    return LateTokens(late.tokens[which], at[is_there] + 1)
+    places = at[is_there] + 1
+    return LateTokens(late.tokens[which], places, to_device(places, late.tokens.device))

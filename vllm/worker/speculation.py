@@ -109,12 +109,11 @@ def new_tokens(
     batch: InputBatch,
     sampled: SampledRows,
     tokens: Tensor,
-    input_ids: Tensor,
+    input_ids: Tensor | None,
     drawn: Mapping[str, int] | None = None,
 ) -> NewTokens:
     """What of `tokens` int64 [S], sampled for these rows, is accepted, without waiting for it; as
-    `Verification.accepted`, but of a request that fails. input_ids: int64, of the step. To be
-    called before the next one is laid out."""
+    `Verification.accepted`, but of a request that fails. input_ids: as of StepTokens."""
     firsts = np.flatnonzero(sampled.ahead == 0)
     rows = sampled.rows[firsts]
     num_drafts = batch.num_drafts[rows]
@@ -125,6 +124,7 @@ def new_tokens(
         counts = np.array([drawn.get(request_id, 0) for request_id in ids], np.int64)
         num_accepted = to_device(counts, tokens.device)
     else:
+        assert input_ids is not None
         ahead = np.arange(num_drafts.max())
         is_draft = ahead < num_drafts[:, None]
         own, given = firsts[:, None] + ahead, sampled.tokens[firsts][:, None] + 1 + ahead

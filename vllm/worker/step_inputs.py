@@ -137,16 +137,23 @@ class StepInputs:
             places = to_device(query_start_loc[1:][pending].astype(np.int64) - 1, self._device)
             at = to_device(batch.sampled_at[rows[pending]], self._device)
             input_ids.index_copy_(0, places, self.sampled[at])
-        tables = [table.ids[rows, : cdiv(max_seq_len, size)] for table in batch.tables]
-        sent = [to_device(table, self._device) for table in tables]
-        if shape is not None:
-            for staged, own in zip(self._tables, sent):
-                staged.put(own)
+        tables, sent = self._send_tables(batch, rows, cdiv(max_seq_len, size), shape is not None)
         filled = _batch(device, num_tokens, num_seqs, sent, int(counts.max()), max_seq_len)
         for group, ids in zip(filled.groups, tables):
             group.host = HostBatch(query_start_loc, seq_lens, ids)
         filled.read_rows = None if read is None else to_device(read, self._device)
         return filled
+
+    def _send_tables(
+        self, batch: Rows, rows: np.ndarray, used: int, is_captured: bool
+    ) -> tuple[list[np.ndarray], list[Tensor]]:
+        """The first `used` blocks of the rows of each table, on the host and on the device."""
+        if not is_captured:
+            tables = [table.ids[rows, :used] for table in batch.tables]
+            return tables, [to_device(table, self._device) for table in tables]
+        both = [*zip(self._tables, batch.tables)]
+        tables = [staged.stage(table.ids[:, :used], rows) for staged, table in both]
+        return tables, [staged.device[: len(rows), :used] for staged, _ in both]
 
     def pad_prompts(self, shape: PromptShape) -> None:
         """Fills the buffers that `prompt_batch(shape)` reads with padding."""

@@ -1,5 +1,6 @@
 """Draft tokens on a GPU: the tokens are those without, and nothing compiles for them."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from eagle3_checkpoints import make_head, sure_model
 from mtp_checkpoints import add_mtp
 from tiny_models import build_model
+from torch import Tensor
 
 from vllm import LLM, SamplingParams
 from vllm.core import speculation
+from vllm.worker.cuda_graph import PromptShape, verification_shapes
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -30,6 +33,7 @@ SEEDED = SamplingParams(temperature=0.3, seed=5, max_tokens=60, ignore_eos=True)
 FEWEST_ACCEPTED = 4
 # How far below the best of other kernels' logits a greedy token of bfloat16 may be.
 NEAR = 0.2
+MAX_SEQS = 8
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -41,7 +45,7 @@ def folder(tmp_path_factory, request) -> str:
 
 
 def start(folder: str, **options) -> LLM:
-    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=8, max_model_len=256,
+    return LLM(folder, skip_tokenizer_init=True, max_num_seqs=MAX_SEQS, max_model_len=256,
                num_gpu_blocks_override=200, **options)  # fmt: skip
 
 
@@ -166,12 +170,26 @@ def test_in_bfloat16_an_eagle3_head_drafts_beside_graphs(tmp_path, drafts_always
     assert_likely(start(folder), found)
 
 
-def test_in_bfloat16_tokens_are_likely_and_nothing_compiles(folder):
-    llm = start(folder, speculative_config=NGRAM)
+@pytest.mark.parametrize("num_drafts", [1, 3, 16])
+def test_in_bfloat16_tokens_are_likely_and_nothing_compiles(folder, drafts_always, num_drafts):
+    """In graphs of verification shapes; those of prompts for more than 8 tokens of a request."""
+    llm = start(folder, speculative_config=NGRAM | {"num_speculative_tokens": num_drafts})
+    replayed: Counter[PromptShape] = Counter()
+    graphs = llm.llm_engine.core.runner._prompt_graphs
+    replay = graphs.replay
+
+    def look(shape: PromptShape) -> Tensor:
+        replayed[shape] += 1
+        return replay(shape)
+
+    graphs.replay = look
     found = tokens_of(llm, GREEDY)
     stats = llm.llm_engine.core.stats()
     assert not stats.compile_waits
-    assert sum(stats.num_accepted_tokens.values()) > FEWEST_ACCEPTED
+    assert sum(stats.num_accepted_tokens.values()) > (FEWEST_ACCEPTED if num_drafts > 3 else 0)
+    shapes = verification_shapes(2048, MAX_SEQS, num_drafts)
+    assert shapes[-1] in graphs.shapes
+    assert sum(replayed[shape] for shape in shapes) > 10, replayed
     assert_likely(start(folder), found)
 
 

@@ -71,6 +71,18 @@ def causal_conv1d(
     return result
 
 
+def chunk_operands(value: Tensor, num_chunks: int, key_pad: int, value_pad: int) -> list[Tensor]:
+    """What `solve_kernel` leaves for `chunk_kernel`."""
+    shapes = (
+        ((3, CHUNK, key_pad), torch.float16),
+        ((CHUNK, CHUNK), torch.float16),
+        ((CHUNK, value_pad), torch.float32),
+        ((), torch.float32),
+    )
+    heads = value.shape[1]
+    return [value.new_empty(num_chunks, heads, *shape, dtype=dtype) for shape, dtype in shapes]
+
+
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -113,15 +125,7 @@ def gated_delta_rule(
         num_chunks = cdiv(num_tokens, CHUNK) + min(num_requests, num_tokens // BY_TOKEN.value)
         requests_pad = max(LEAST_REQUESTS_PAD, next_power_of_2(num_requests))
         sizes |= {"R_PAD": requests_pad, "CHUNK": CHUNK, "V_PAD": CHUNK * cdiv(dim_v, CHUNK)}
-        prepared = [
-            value.new_empty(num_chunks, heads, *shape, dtype=dtype)
-            for shape, dtype in (
-                ((3, CHUNK, key_pad), torch.float16),
-                ((CHUNK, CHUNK), torch.float16),
-                ((CHUNK, sizes["V_PAD"]), torch.float32),
-                ((), torch.float32),
-            )
-        ]
+        prepared = chunk_operands(value, num_chunks, key_pad, sizes["V_PAD"])
         solve_kernel[(num_chunks, heads)](
             query, key, value, *gates, query_start_loc, draft_slots, *prepared, *strides,
             num_requests, **sizes, GROUP=group, num_warps=4, num_stages=1, maxnreg=SOLVE_REGISTERS,
