@@ -1,6 +1,6 @@
 """Times attention: decoding against copy bandwidth, prompts in TFLOP/s; FlashInfer beside ours.
 
-    python benchmarks/kernels/bench_attention.py [--out DIR] [--fp8] [--flashinfer]
+    python benchmarks/kernels/bench_attention.py [--out DIR] [--fp8] [--flashinfer] [--verification]
 
 32 query heads and 8 K and V heads of 128, as Qwen3-8B has. Each figure is the median of CUDA-graph
 replays; a graph makes one call after another over different parts of a cache larger than four
@@ -8,7 +8,9 @@ times L2, as the layers of a model do. `of copy`: bytes of K and V read in that 
 bandwidth (read + written) of a copy of 1 GB in the same run. Causal FLOPs are counted: of a prompt
 of n tokens 2 * n * (n + 1) * heads * head_dim. Compile times are those of an empty cache; on disk
 they are paid once. Rows of keys `100..2048` decode for requests of lengths drawn from there, in the
-order they were drawn in (`as drawn`) and as the engine orders them (`longest`).
+order they were drawn in (`as drawn`) and as the engine orders them (`longest`). --verification:
+alone what steps that verify draft tokens have, 2 and 4 new tokens for each request, by the kernel
+that serves them and by that of prompts (`as prompts`), beside decoding of the same requests.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +38,10 @@ DECODES = [(batch, context) for batch in (1, 8, 64, 256) for context in (256, 10
 PREFILLS = [(1, 3500, 3500), (1, 512, 8192), (8, 1024, 1024)]
 SHORTEST, LONGEST = 100, 2048
 UNEQUAL = (64, 128, 256)
+VERIFICATIONS = [
+    *((batch, context) for batch in (1, 8, 64) for context in (256, 1024, 4096)),
+    (1, 32768),
+]
 Run = Callable[[], object]
 
 
@@ -117,6 +124,30 @@ class Case:
     order: str = "equal"
 
 
+def verifications() -> Iterator[Case]:
+    for num_requests, seq_len in VERIFICATIONS:
+        for query_len in (1, 2, 4):
+            yield Case(query_len, (seq_len,) * num_requests, str(seq_len))
+
+
+@contextmanager
+def no_verification() -> Iterator[None]:
+    """Requests of several new tokens are the prompts' kernel's."""
+    rows, kernels.VERIFY_ROWS = kernels.VERIFY_ROWS, ()
+    try:
+        yield
+    finally:
+        kernels.VERIFY_ROWS = rows
+
+
+def as_prompts(run: Run) -> Run:
+    def call() -> object:
+        with no_verification():
+            return run()
+
+    return call
+
+
 def cases() -> Iterator[Case]:
     for num_requests, query_len, seq_len in [(r, 1, n) for r, n in DECODES] + PREFILLS:
         yield Case(query_len, (seq_len,) * num_requests, str(seq_len))
@@ -136,7 +167,7 @@ def print_compile_times(dtype: torch.dtype) -> None:
         "cache write": lambda: kernels.reshape_and_cache(
             new, new, small.k_cache, small.v_cache, slots
         ),
-        "decode + combine": next(small.calls()),
+        "decoding of one token and of several": next(small.calls()),
         "prefill": next(Inputs(64, (256,), dtype).calls()),
     }
     for name, run in first_calls.items():
@@ -172,7 +203,12 @@ def flashinfer_calls(inputs: Inputs) -> Iterator[Run]:
         yield lambda wrapper=wrapper, cache=cache: wrapper.run(inputs.query, cache)
 
 
-def measure(dtype: torch.dtype, has_flashinfer: bool, keep: Callable[[list[Row]], None]) -> None:
+def measure(
+    dtype: torch.dtype,
+    chosen: Iterator[Case],
+    has_flashinfer: bool,
+    keep: Callable[[list[Row]], None],
+) -> None:
     """keep: called after each case with all rows so far."""
     copied = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {copied / 1e6:.2f} TB/s, cache {dtype}")
@@ -181,9 +217,11 @@ def measure(dtype: torch.dtype, has_flashinfer: bool, keep: Callable[[list[Row]]
         f"{'TFLOP/s':>9}"
     )
     rows: list[Row] = []
-    for case in cases():
+    for case in chosen:
         inputs = Inputs(case.query_len, case.seq_lens, dtype)
         providers = {"triton": list(inputs.calls())}
+        if 1 < case.query_len <= kernels.MAX_QUERIES:
+            providers["as prompts"] = [as_prompts(run) for run in inputs.calls()]
         if has_flashinfer:
             providers["flashinfer"] = [run for run, _ in zip(flashinfer_calls(inputs), range(64))]
         for provider, runs in providers.items():
@@ -201,22 +239,27 @@ def measure(dtype: torch.dtype, has_flashinfer: bool, keep: Callable[[list[Row]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder that receives attention.json")
+    parser.add_argument("--out", type=Path, help="folder that receives attention.json or the like")
     parser.add_argument("--fp8", action="store_true", help="an FP8 cache")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer beside it")
+    parser.add_argument(
+        "--verification", action="store_true", help="steps that verify draft tokens, alone"
+    )
     arguments = parser.parse_args()
     dtype = torch.float8_e4m3fn if arguments.fp8 else torch.bfloat16
     with tempfile.TemporaryDirectory() as empty:
         os.environ["TRITON_CACHE_DIR"] = empty
         print_compile_times(dtype)
-    name = "attention_fp8.json" if arguments.fp8 else "attention.json"
+    kind = "verification" if arguments.verification else "attention"
+    name = f"{kind}_fp8.json" if arguments.fp8 else f"{kind}.json"
 
     def keep(rows: list[Row]) -> None:
         if arguments.out:
             rows_json = [asdict(row) for row in rows]
             write_results(arguments.out, name, cache=str(dtype), rows=rows_json)
 
-    measure(dtype, arguments.flashinfer, keep)
+    chosen = verifications() if arguments.verification else cases()
+    measure(dtype, chosen, arguments.flashinfer, keep)
 
 
 if __name__ == "__main__":

@@ -91,11 +91,14 @@ def attend(
     has_sinks: bool = False,
     chunk: int = 0,
 ) -> None:
-    """A long prompt, short ones, and decoding."""
+    """A long prompt, short ones, decoding, and verifying draft tokens."""
+    verified = [
+        (64, 4, n, 32768) for n in attention.verify_queries(heads // kv_heads, max(64, dim))
+    ]
     kv = empty(100, 16, kv_heads, dim, dtype=cache)
     sinks = empty(heads, dtype=F32) if has_sinks else None
     for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 2, 33, 600),
-                                                    (64, 64, 1, 4096)):  # fmt: skip
+                                                    (64, 64, 1, 4096), *verified):  # fmt: skip
         attention.paged_attention(
             empty(num_tokens, heads, dim), kv, kv, empty(num_seqs, 300, dtype=I32),
             empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1,
@@ -107,9 +110,10 @@ def attend(
 
 
 def latents(heads: int, latent: int, cache: torch.dtype) -> None:
-    """A long prompt, short ones, and decoding."""
+    """A long prompt, decoding, and verifying draft tokens."""
     pages = empty(100, 16, latent + 64, dtype=cache)
-    for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 64, 1, 4096)):
+    for num_tokens, num_seqs, most_new, longest in ((4000, 2, 3500, 3600), (64, 64, 1, 4096),
+                                                    (64, 4, 3, 32768)):  # fmt: skip
         latent_attention.paged_latent_attention(
             empty(num_tokens, heads, latent + 64), pages, empty(num_seqs, 300, dtype=I32),
             empty(num_seqs + 1, dtype=I32), empty(num_seqs, dtype=I32), 0.1, latent,

@@ -40,17 +40,17 @@ _MOST_WINDOW = 4096
 # Logits of sinks: about that of the keys that count.
 _SINKS = 2.0
 # Which requests a step has (`_requests`): kernels for prompts with decodes, for decodes and for a
-# prompt alone may be different ones.
-_STEPS = ((0, 1, 2, 3, 4), (2, 3, 4), (0,))
+# prompt alone may be different ones; and those for a few new tokens of each, as draft tokens are.
+_STEPS = ((0, 1, 2, 3, 4), (2, 3, 4), (0,), (3, 4, 5))
 _IN_PAGES = "in the unused places of pages"
 
 
 def _requests(window: int) -> tuple[tuple[int, int], ...]:
-    """(new tokens, keys) of each: a later part of a prompt, a whole prompt, and decodes, the last
-    of which is long enough for kernels that cut keys into parts. The first and the last have more
-    keys than the window."""
+    """(new tokens, keys) of each: a later part of a prompt, a whole prompt, decodes, the last of
+    which is long enough for kernels that cut keys into parts, and a token with a draft token, whose
+    keys end with a part of one key. Some have more keys than the window."""
     more = window if window <= _MOST_WINDOW else 0
-    return (37, 101 + more), (33, 33), (1, 1), (1, 67), (1, 293 + more)
+    return (37, 101 + more), (33, 33), (1, 1), (1, 67), (1, 293 + more), (2, 257 + more)
 
 
 def attention_comparison(

@@ -17,11 +17,11 @@ from vllm.utils.fp8 import FP8_MAX
 from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import dtype_of
 
-# (new tokens, keys) of requests: a later part of a prompt, a whole prompt, and decodes, the last of
-# which is long enough for kernels that cut keys into parts.
-REQUESTS = ((37, 101), (33, 33), (1, 1), (1, 67), (1, 293))
-# Which of them a step has: prompts with decodes, decodes, and a prompt alone.
-_STEPS = ((0, 1, 2, 3, 4), (2, 3, 4), (0,))
+# (new tokens, keys) of requests: a later part of a prompt, a whole prompt, decodes, the last of
+# which is long enough for kernels that cut keys into parts, and a token with draft tokens.
+REQUESTS = ((37, 101), (33, 33), (1, 1), (1, 67), (1, 293), (3, 258))
+# Which of them a step has: prompts with decodes, decodes, a prompt alone, and drafts with decodes.
+_STEPS = ((0, 1, 2, 3, 4), (2, 3, 4), (0,), (3, 4, 5))
 _FP8_SCALE = 0.03
 # Scores of a standard deviation of about 2.
 _QUERY_SIZE = 1.5

@@ -29,6 +29,7 @@ class Batch:
 
     softcap = 0.0
     is_chunked = False
+    max_query_len = 0  # a bound above the new tokens of all requests
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Batch:
             sinks=self.sinks,
             softcap=self.softcap,
             is_chunked=self.is_chunked,
-            max_query_len=max(1, *(n for n, _ in self.requests)) if self.requests else 1,
+            max_query_len=max(1, self.max_query_len, *(n for n, _ in self.requests)),
             max_seq_len=max_seq_len or max(n for _, n in self.requests),
         )
         assert result is out
@@ -363,8 +364,10 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("query_len", (1, 3))
-def test_a_captured_graph_serves_other_lengths(query_len: int) -> None:
+@pytest.mark.parametrize("query_len, rows", ((1, ()), (3, ()), (3, kernels.VERIFY_ROWS)))
+def test_a_captured_graph_serves_other_lengths(query_len: int, rows, monkeypatch) -> None:
+    """rows: without them several new tokens are the prompts' kernel's."""
+    monkeypatch.setattr(kernels, "VERIFY_ROWS", rows)
     longest = [(query_len, 2000)] * 6
     batch = Batch(longest, num_padding=2)
     out = poisoned(tuple(batch.query.shape), batch.query.dtype)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from triton_device import DEVICE, IS_INTERPRETED, MARKS, needs_gpu
 
+from vllm.kernels import latent_numerics
 from vllm.kernels.latent_numerics import LatentCase, latent_write_comparison
 from vllm.kernels.select.problem import AttentionProblem, KVQuantProblem
 from vllm.kernels.triton import latent_attention as kernels
@@ -12,6 +13,7 @@ from vllm.ops.latent_attention import LatentPagedAttention
 
 pytestmark = MARKS
 # The interpreter is slow: heads of few columns there.
+ONE_TOKEN, DRAFTS = slice(2, 5), slice(2, 6)  # of the requests of a case
 SIZES = [(40, 24), (48, 32)] if IS_INTERPRETED else [(576, 512), (320, 256), (40, 24)]
 
 
@@ -59,7 +61,22 @@ def test_latents_are_written_to_their_slots_and_nowhere_else(cache, monkeypatch)
     assert latent_write_comparison(problem, "triton", 16, device)() < 0.1
 
 
-def test_splits_change_a_result_by_rounding_alone(monkeypatch):
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [1, 16, 70])
+def test_few_new_tokens_of_each_request_are_decoded(heads, cache, splits, monkeypatch):
+    """Up to as many as there may be, all new or not, with splits that begin among them; without
+    the kernel for prompts."""
+    requests = ((kernels.MAX_QUERIES,) * 2, (5, 200), (8, 129), (1, 65), (2, 257), (3, 64))
+    monkeypatch.setattr(latent_numerics, "REQUESTS", requests)
+    monkeypatch.setattr(latent_numerics, "_STEPS", (range(6), range(1, 6), (1,)))
+    monkeypatch.setattr(kernels, "splits_of", lambda *_: (splits, 16))
+    monkeypatch.setattr(kernels, "_prefill", None)
+    assert 0 < error_of(problem_of(heads, cache=cache)) < 8e-3
+
+
+@pytest.mark.parametrize("part", [ONE_TOKEN, DRAFTS], ids=["one token", "drafts"])
+def test_splits_change_a_result_by_rounding_alone(part, monkeypatch):
     """Of the same step with one part for each request, and with as many as there may be."""
     outs = []
     for splits in (1, 8):
@@ -67,7 +84,7 @@ def test_splits_change_a_result_by_rounding_alone(monkeypatch):
         case = LatentCase(problem_of(6), 16, torch.device(DEVICE))
         kernel = Bounded(kernels.paged_latent_attention, kernels.write_latents, case.problem)
         kernel.k_cache, kernel.k_scale = case.cache, case.k_scale
-        decodes = case.requests[2:]
+        decodes = case.requests[part]
         q = torch.cat([one.q for one in decodes])
         latents = torch.cat([one.latents for one in decodes])
         outs.append(kernel(q, latents, case.batch(decodes)).float())
@@ -88,12 +105,13 @@ def test_rows_of_no_request_are_zeros():
 
 
 @needs_gpu
-def test_a_captured_graph_serves_longer_requests_within_its_bounds():
+@pytest.mark.parametrize("part", [ONE_TOKEN, DRAFTS], ids=["one token", "drafts"])
+def test_a_captured_graph_serves_longer_requests_within_its_bounds(part):
     case = LatentCase(problem_of(16), 16, torch.device(DEVICE))
     problem = case.problem
     kernel = Bounded(kernels.paged_latent_attention, kernels.write_latents, problem)
     kernel.k_cache = case.cache
-    decodes = case.requests[2:]
+    decodes = case.requests[part]
     batch = case.batch(decodes)
     batch.max_seq_len = 4096
     q = torch.cat([one.q for one in decodes])

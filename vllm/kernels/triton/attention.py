@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm.kernels.triton.attention_kernels import decode_kernel, prefill_kernel, write_kernel
+from vllm.kernels.triton.attention_kernels import decode_kernel, write_kernel
 from vllm.kernels.triton.moe_rows import launch_dependent
+from vllm.kernels.triton.prefill_kernels import prefill_kernel
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 LOG2_E = math.log2(math.e)
@@ -63,6 +64,13 @@ PAIRED_TILES = {(128, 2): Tile(128, 64, 8, 2, max_registers=128)}
 DECODE_TILE_BYTES = 16384  # of K, and of V
 DECODE_STAGES = {1: 3, 2: 2}  # by bytes of an element of the cache
 COMBINED_BYTES = 16384  # of partial results that are fetched at a time
+# Where requests have several new tokens: rows of the tiles that `decode_kernel` is compiled for,
+# the most tokens, and sums of values that a thread of 128 has room for. The last program to arrive
+# fetches the results of all tokens alone: it takes more at a time, and splits have several keys for
+# each of their rows. Registers let an SM have four programs, as with one token; E4M3 needs more.
+VERIFY_ROWS, MAX_QUERIES, MAX_SUMS = (16, 32, 64), 16, 64
+VERIFY_COMBINED_BYTES, KEYS_PER_ROW = 32768, 8
+VERIFY_REGISTERS = {(16, 2): 128}  # by rows and bytes of an element of the cache
 MAX_SPLITS = 128
 SHORT_SPLIT, LONG_SPLIT = 128, 8192
 PARTIAL_BYTES = 256 << 20  # of all partial results of a call, more of which no graph has room for
@@ -94,21 +102,36 @@ def arrival_counters(device: torch.device) -> Tensor:
 
 
 def plan_splits(
-    programs: int, max_seq_len: int, num_sms: int, most: int = MAX_SPLITS
+    programs: int,
+    max_seq_len: int,
+    num_sms: int,
+    most: int = MAX_SPLITS,
+    least: int = SHORT_SPLIT,
 ) -> tuple[int, int]:
     """In how many parts the keys of a request are cut at most, and the fewest keys of a part.
 
-    `programs`: requests times K and V heads. `most`: parts that there is memory for. Few programs
-    are cut into short parts, until every SM has two; many are cut only where a single long request
-    would keep all others waiting. The kernel cuts the keys that a request has at run time: a large
-    `max_seq_len` (that of a captured graph) costs programs that end at once, no more.
+    `programs`: requests times K and V heads. `most`: parts that there is memory for. `least`: keys
+    that are worth a part. Few programs are cut into short parts, until every SM has two; many are
+    cut only where a single long request would keep all others waiting. The kernel cuts the keys
+    that a request has at run time: a large `max_seq_len` (that of a captured graph) costs programs
+    that end at once, no more.
     """
     if programs > NUM_COUNTERS:
-        return 1, SHORT_SPLIT
+        return 1, least
     wanted = cdiv(2 * num_sms, programs)
-    min_split = SHORT_SPLIT if wanted > 1 else LONG_SPLIT // 4
+    min_split = least if wanted > 1 else max(least, LONG_SPLIT // 4)
     wanted = max(wanted, cdiv(max_seq_len, LONG_SPLIT))
     return max(1, min(wanted, cdiv(max_seq_len, min_split), most, MAX_SPLITS)), min_split
+
+
+def verify_queries(group: int, dim_pad: int) -> list[int]:
+    """How many new tokens of a request each tile for several has room for, ascending.
+
+    group: query heads to a K and V head, dim_pad: padded head size. They are few, since each is
+    compiled: tiles of 16 rows, the fewest that are multiplied, and of twice and four times as many.
+    """
+    rows = [n for n in VERIFY_ROWS if n * dim_pad <= MAX_SUMS * 128]
+    return sorted({min(n // group, MAX_QUERIES) for n in rows if n >= 2 * group})
 
 
 def paged_attention(
@@ -141,6 +164,10 @@ def paged_attention(
     tanh(score / softcap), 0 for none. `is_chunked`: a query sees the keys of its own chunk of
     sliding_window positions. Memory for partial results comes from torch's
     allocator at each call: a captured graph has its own.
+
+    Where all requests have few new tokens (`verify_queries`), as in steps that verify draft tokens,
+    `decode_kernel` serves all. Otherwise requests of several are `prefill_kernel`'s, which does not
+    split keys: a result differs by rounding.
     """
     out = torch.empty_like(query) if out is None else out
     if query.shape[0] == 0:
@@ -150,10 +177,13 @@ def paged_attention(
         *score_scales(scale * k_scale, softcap), v_scale, sliding_window, sinks, is_chunked,
     )  # fmt: skip
     has_others = seq_lens.shape[0] > 1
-    if max_query_len > 1:
+    sizes = call.sizes()
+    choices = [1, *verify_queries(sizes["GROUP"], sizes["DIM_PAD"])]
+    queries = next((n for n in choices if n >= max_query_len), None)
+    if queries is None:
         _prefill(call, min_query_len=2 if has_others else 1)
-    if max_query_len == 1 or has_others:
-        _decode(call, max_seq_len)
+    if queries or has_others:
+        _decode(call, queries or 1, max_seq_len, choices)
     return out
 
 
@@ -221,6 +251,19 @@ class _Call(NamedTuple):
             "BLOCK_SIZE": block_size,
         }
 
+    def is_new(self, kernel: str) -> bool:
+        """Whether this is the first call on a GPU of what has to be compiled by itself."""
+        parts = self.softcap is not None, self.sinks is not None, self.is_chunked
+        types = self.query.dtype, self.k_cache.dtype, self.query.device
+        key = (kernel, *types, *parts, *self.sizes().values())
+        if not self.query.is_cuda or key in _compiled:
+            return False
+        _compiled.add(key)
+        return True
+
+
+_compiled: set[tuple[object, ...]] = set()
+
 
 def _prefill(call: _Call, min_query_len: int) -> None:
     """Compiles for many programs and for few at the first call of either."""
@@ -245,14 +288,8 @@ def _prefill(call: _Call, min_query_len: int) -> None:
         tile, other = few, many
         num_programs, values = arguments(few)
     prefill_kernel[(num_programs,)](*values, **sizes, **tile.options())
-    parts = call.softcap is not None, call.sinks is not None, call.is_chunked
-    compiled_for = (query.dtype, call.k_cache.dtype, query.device, *parts, *sizes.values())
-    if few != many and query.is_cuda and compiled_for not in _compiled:
-        _compiled.add(compiled_for)
+    if few != many and call.is_new("prefill"):
         prefill_kernel.warmup(*arguments(other)[1], grid=(1,), **sizes, **other.options())
-
-
-_compiled: set[tuple[object, ...]] = set()
 
 
 def prefill_tiles(kind: tuple[int, int], shared_memory: int) -> tuple[Tile, Tile]:
@@ -268,32 +305,57 @@ def prefill_tiles(kind: tuple[int, int], shared_memory: int) -> tuple[Tile, Tile
     return few, paired
 
 
-def _decode(call: _Call, max_seq_len: int) -> None:
+def _decode(call: _Call, queries: int, max_seq_len: int, choices: list[int]) -> None:
+    """Compiles for every number of queries at its first call, so that none is waited for later."""
+    grid, values, options = _decode_launch(call, queries, max_seq_len)
+    decode_kernel[grid](*values, **options)
+    if call.is_new("decode"):
+        for other in choices:
+            if other != queries:
+                grid, values, options = _decode_launch(call, other, max_seq_len=1)
+                decode_kernel.warmup(*values, grid=grid, **options)
+
+
+def _decode_launch(
+    call: _Call, queries: int, max_seq_len: int
+) -> tuple[tuple[int, int, int], tuple[object, ...], dict[str, object]]:
+    """Grid, arguments, and constants with launch options. queries: of the kernel's QUERIES."""
     query, out, sizes = call.query, call.out, call.sizes()
-    item, num_requests, num_heads = call.k_cache.itemsize, len(call.seq_lens), query.shape[1]
-    block_n = min(DECODE_TILE_BYTES // (sizes["DIM_PAD"] * item), 128)
+    item, num_requests = call.k_cache.itemsize, len(call.seq_lens)
+    group, dim, dim_pad = sizes["GROUP"], sizes["DIM"], sizes["DIM_PAD"]
+    chip, num_rows = read_chip(query.device), query.shape[1] * queries
+    block_n = min(DECODE_TILE_BYTES // (dim_pad * item), 128)
     num_splits, min_split = plan_splits(
         num_requests * sizes["KV_HEADS"],
         max_seq_len,
-        read_chip(query.device).num_sms,
-        PARTIAL_BYTES // (4 * num_requests * num_heads * sizes["DIM"]),
+        chip.num_sms,
+        PARTIAL_BYTES // (4 * num_requests * num_rows * dim),
+        SHORT_SPLIT if queries == 1 else max(SHORT_SPLIT, KEYS_PER_ROW * queries * group),
     )
-    min_split = max(min_split, block_n)  # splits are whole tiles
-    block_m = max(16, next_power_of_2(sizes["GROUP"]))
-    slots = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
-    partial = query.new_empty((*slots, sizes["DIM"]), dtype=torch.float32)
+    min_split = cdiv(min_split, block_n) * block_n  # splits are whole tiles
+    block_m = max(16, next_power_of_2(queries * group))
+    slots = (num_requests, num_rows, num_splits) if num_splits > 1 else (0,)
+    partial = query.new_empty((*slots, dim), dtype=torch.float32)
     partial_lse = query.new_empty(slots, dtype=torch.float32)
-    row = next_power_of_2(sizes["GROUP"] * sizes["DIM"])
-    decode_kernel[(sizes["KV_HEADS"], num_requests, num_splits)](
+    row = next_power_of_2(group * dim)
+    combined = COMBINED_BYTES if queries == 1 else VERIFY_COMBINED_BYTES
+    values = (
         *call, partial, partial_lse, arrival_counters(query.device), query.shape[0],
-        call.block_tables.stride(0), min_split, *query.stride()[:2], *out.stride()[:2], **sizes,
-        BLOCK_M=block_m, BLOCK_N=block_n, ROW_PAD=row, AT_ONCE=max(1, COMBINED_BYTES // (4 * row)),
-        num_warps=4,
-        num_stages=decode_stages(
-            item, block_m, sizes["DIM_PAD"], read_chip(query.device).shared_memory
-        ),
-        **launch_dependent(query.device),
+        call.block_tables.stride(0), min_split, *query.stride()[:2], *out.stride()[:2],
     )  # fmt: skip
+    options: dict[str, object] = {
+        **sizes,
+        "QUERIES": queries,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "ROW_PAD": row,
+        "AT_ONCE": min(32, max(1, combined // (4 * row))),
+        "num_warps": 4,
+        "maxnreg": VERIFY_REGISTERS.get((block_m, item)) if queries > 1 else None,
+        "num_stages": decode_stages(item, block_m, dim_pad, chip.shared_memory),
+        **launch_dependent(query.device),
+    }
+    return (sizes["KV_HEADS"], num_requests, num_splits), values, options
 
 
 def decode_stages(item: int, block_m: int, dim_pad: int, shared_memory: int) -> int:

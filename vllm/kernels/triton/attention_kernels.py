@@ -4,7 +4,7 @@
 The query heads that share a K and V head are rows of one tile, so that a key is read once for all
 of them. Scores, softmax and sums are float32; exponentials are powers of two, with log2(e) in the
 scale of the scores. Numbers that vary from step to step are not specialised: each kernel is
-compiled once for a model.
+compiled once for a model and a tile.
 """
 
 import triton
@@ -119,7 +119,7 @@ def _zero_padding(
             tl.store(start + dims, tl.zeros([DIM_PAD], out.dtype.element_ty), mask=dims < DIM)
 
 
-# ---------------------------------------------------------------- one new token for each request
+# ---------------------------------------------------------------- few new tokens for each request
 
 
 @triton.jit
@@ -131,11 +131,14 @@ def _first_seen(position, window, CHUNKED: tl.constexpr):
 
 @triton.jit
 def _split_keys(
-    seq_len, num_splits, min_split, sliding_window, BLOCK_N: tl.constexpr,
+    seq_len, position, num_splits, min_split, sliding_window, BLOCK_N: tl.constexpr,
     CHUNKED: tl.constexpr = False,
 ):  # fmt: skip
-    """The oldest key that is seen, the first of its tile, and how many keys a split has."""
-    oldest = tl.where(sliding_window > 0, _first_seen(seq_len - 1, sliding_window, CHUNKED), 0)
+    """The oldest key that is seen, the first of its tile, and how many keys a split has.
+
+    position: of the first new token.
+    """
+    oldest = tl.where(sliding_window > 0, _first_seen(position, sliding_window, CHUNKED), 0)
     begin = oldest // BLOCK_N * BLOCK_N
     even = tl.cdiv(tl.cdiv(seq_len - begin, num_splits), BLOCK_N) * BLOCK_N
     return oldest, begin, tl.maximum(even, min_split)
@@ -143,10 +146,11 @@ def _split_keys(
 
 @triton.jit
 def _combine_splits(
-    partial, partial_lse, num_written, sinks,
+    partial, partial_lse, num_written, sinks, SPLIT_ROWS: tl.constexpr,
     ROW: tl.constexpr, ROW_PAD: tl.constexpr, DIM: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sums [ROW_PAD] of splits: of `partial` [splits, ROW], `partial_lse` [splits, heads].
+    """Weighted sums [ROW_PAD] of splits, for the heads of one token: of `partial` [splits, ROW] and
+    `partial_lse` [splits, heads], in which splits are SPLIT_ROWS heads apart.
 
     .cg: what other SMs have written is in L2, not in the L1 of this one.
     """
@@ -159,9 +163,9 @@ def _combine_splits(
         for i in tl.static_range(AT_ONCE):  # all are on their way before the first is used
             split = first + i
             is_loaded = is_column & (split < num_written)
-            lse = partial_lse + split * (ROW // DIM) + columns // DIM
+            lse = partial_lse + split * SPLIT_ROWS + columns // DIM
             scores += (tl.load(lse, is_loaded, float("-inf"), cache_modifier=".cg"),)
-            part = partial + split * ROW + columns
+            part = partial + split * (SPLIT_ROWS * DIM) + columns
             parts += (tl.load(part, is_loaded, 0.0, cache_modifier=".cg"),)
         largest_before = largest
         for i in tl.static_range(AT_ONCE):
@@ -178,36 +182,82 @@ def _combine_splits(
 
 
 @triton.jit
+def _combine_token(
+    partial, partial_lse, num_written, start, out_head, sinks,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, ROW_PAD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Adds up the splits of the heads of one token, whose result begins at `start`."""
+    columns = tl.arange(0, ROW_PAD)
+    total = _combine_splits(
+        partial, partial_lse, num_written, sinks, QUERIES * GROUP, GROUP * DIM, ROW_PAD, DIM,
+        AT_ONCE,
+    )  # fmt: skip
+    places = start + columns // DIM * out_head + columns % DIM
+    tl.store(places, total.to(start.dtype.element_ty), mask=columns < GROUP * DIM)
+
+
+@triton.jit
 def _store_split(
-    result, lse, split, num_written, partial, partial_lse, num_arrived, start, out_head, sinks,
-    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+    result, lse, is_row, split, num_written, partial, partial_lse, num_arrived, query_len, start,
+    out_token, out_head, sinks, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK_M: tl.constexpr, ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Keeps the result of one split; the last to arrive adds up all, and clears the counter.
 
     sinks: of the program's heads."""
     rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
-    heads = split * GROUP + rows
-    is_stored = (rows[:, None] < GROUP) & (dims[None, :] < DIM)
-    tl.store(partial + heads[:, None] * DIM + dims[None, :], result, mask=is_stored)
-    tl.store(partial_lse + heads, lse, mask=rows < GROUP)
+    places = split * (QUERIES * GROUP) + rows
+    is_stored = is_row[:, None] & (dims[None, :] < DIM)
+    tl.store(partial + places[:, None] * DIM + dims[None, :], result, mask=is_stored)
+    tl.store(partial_lse + places, lse, mask=is_row)
     tl.debug_barrier()  # one thread counts for all: after all have stored
     if tl.atomic_add(num_arrived, 1, sem="acq_rel") == num_written - 1:
         tl.store(num_arrived, 0)
-        columns = tl.arange(0, ROW_PAD)
-        total = _combine_splits(
-            partial, partial_lse, num_written, sinks, GROUP * DIM, ROW_PAD, DIM, AT_ONCE
-        )
-        places = start + columns // DIM * out_head + columns % DIM
-        tl.store(places, total.to(start.dtype.element_ty), mask=columns < GROUP * DIM)
+        for token in range(1 if QUERIES == 1 else query_len):
+            _combine_token(
+                partial + token * (GROUP * DIM), partial_lse + token * GROUP, num_written,
+                start + token * out_token, out_head, sinks, GROUP, QUERIES, DIM, ROW_PAD, AT_ONCE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_rows(
+    acc, row_max, row_sum, v_scale, tokens, heads, is_row, split, num_splits, num_keys, length,
+    partial, partial_lse, num_arrived, slot, query_len, start, out_token, out_head, sinks,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """To `start`, the place of the request's first token, where `num_keys` are one split. Else to
+    `partial` [requests, kv heads, splits, QUERIES * GROUP, dim], with the base-2 logarithm of the
+    sum of weights, -inf for a row that sees no key of the split; the program that arrives last adds
+    them up, and leaves `num_arrived` [requests, kv heads] zero, as it found it. slot: the number of
+    the request and K and V head."""
+    if length >= num_keys:
+        dims = tl.arange(0, DIM_PAD)
+        row_sum = _add_sinks(row_max, row_sum, sinks, heads, is_row)
+        result = _normalise(acc, row_sum, v_scale).to(start.dtype.element_ty)
+        places = start + (tokens * out_token + heads * out_head)[:, None] + dims[None, :]
+        tl.store(places, result, mask=is_row[:, None] & (dims[None, :] < DIM))
+    else:
+        own = slot * num_splits * (QUERIES * GROUP)
+        _store_split(
+            _normalise(acc, row_sum, v_scale), row_max + tl.log2(row_sum), is_row, split,
+            tl.cdiv(num_keys, length), partial + own * DIM, partial_lse + own, num_arrived + slot,
+            query_len, start, out_token, out_head, sinks, GROUP, QUERIES, DIM, DIM_PAD, BLOCK_M,
+            ROW_PAD, AT_ONCE,
+        )  # fmt: skip
 
 
 @triton.jit
 def _attend_split(
-    query, keys, values, table, begin, end, oldest, qk_scale, softcap,
+    query, keys, values, table, begin, end, oldest, past, qk_scale, softcap,
     ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Keys [begin, end), of which rows see [oldest, past): numbers, or one for each row [BLOCK_M,
+    1]. Then, too, all tiles are masked alike: it is one more comparison, and memory is waited for.
+    """
     acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
     offsets = tl.arange(0, BLOCK_N)
     # Block numbers are fetched a tile ahead: keys wait for them.
@@ -219,12 +269,36 @@ def _attend_split(
         blocks = _load_blocks(table, columns + BLOCK_N, end, BLOCK_SIZE)
         scores = tl.dot(query, tl.trans(k.to(query.dtype)))
         scores, factor = _cap(scores, qk_scale, softcap)
-        is_seen = (columns >= oldest) & (columns < end)
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        is_seen = (columns[None, :] >= oldest) & (columns[None, :] < past)
+        scores = tl.where(is_seen, scores, float("-inf"))
         acc, row_max, row_sum = _add_tile(
             acc, row_max, row_sum, scores, v, factor, query.dtype, True
         )
     return acc, row_max, row_sum
+
+
+@triton.jit
+def _place_rows(query_len, GROUP: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The token and the head of each row, and whether there is one."""
+    rows = tl.arange(0, BLOCK_M)
+    if QUERIES == 1:
+        return 0, rows, rows < GROUP
+    else:
+        is_row = (rows < QUERIES * GROUP) & (rows // GROUP < query_len)
+        return rows // GROUP, rows % GROUP, is_row
+
+
+@triton.jit
+def _seen_by_rows(
+    first_position, tokens, oldest, end, window, CHUNKED: tl.constexpr, QUERIES: tl.constexpr
+):
+    """[oldest, past) of the keys before `end` for each row, or numbers where there is one token."""
+    past = end
+    if QUERIES > 1:
+        positions = (first_position + tokens)[:, None]
+        oldest = tl.where(window > 0, _first_seen(positions, window, CHUNKED), 0)
+        past = tl.minimum(positions + 1, end)
+    return oldest, past
 
 
 @triton.jit(
@@ -236,16 +310,14 @@ def decode_kernel(
     qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr, partial, partial_lse,
     num_arrived, num_tokens, table_stride, min_split, q_token, q_head, out_token, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes one of the splits of a request's keys, for the heads of one K and V head.
 
-    Grid (kv heads, requests, splits): splits that a request does not have, which end at once, come
-    last and keep no others waiting. A request of one split is written to `out`. Of others, results
-    go to `partial` [requests, kv heads, splits, GROUP, dim] with the base-2 logarithm of the sum of
-    weights, and the program that arrives last adds them up; it leaves `num_arrived` [requests, kv
-    heads] zero, as it found it. Requests with more than one new token are left to `prefill_kernel`.
+    Requests have up to QUERIES tokens, whose heads are rows of one tile (token * GROUP + head);
+    with QUERIES 1, those of more are left to `prefill_kernel`. Grid (kv heads, requests, splits):
+    splits that a request does not have, which end at once, come last and keep no others waiting.
     """
     begin_dependent(PDL)  # so that the output projection fetches its weight meanwhile
     kv_head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -259,187 +331,37 @@ def decode_kernel(
     if split == 0:
         _zero_padding(out, num_rows, num_tokens, out_token, out_head, first_head, request,
                       num_requests, GROUP, DIM, DIM_PAD)  # fmt: skip
-    if query_len != 1:
+    if (query_len != 1) if QUERIES == 1 else (query_len == 0):
         return
+    first_position = seq_len - query_len
     oldest, first_key, length = _split_keys(
-        seq_len, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED)  # fmt: skip
+        seq_len, first_position, num_splits, min_split, sliding_window, BLOCK_N, CHUNKED,
+    )  # fmt: skip
     begin = first_key + split * length
     if (split > 0) & (begin >= seq_len):
         return
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
-    is_stored = (rows[:, None] < GROUP) & (dims[None, :] < DIM)
-    pointers = q + token.to(tl.int64) * q_token + (first_head + rows)[:, None] * q_head
-    query = _widen(tl.load(pointers + dims[None, :], mask=is_stored, other=0.0), k_cache)
+    end = tl.minimum(begin + length, seq_len)
+    tokens, heads, is_row = _place_rows(query_len, GROUP, QUERIES, BLOCK_M)
+    oldest, past = _seen_by_rows(
+        first_position, tokens, oldest, end, sliding_window, CHUNKED, QUERIES)  # fmt: skip
+    dims = tl.arange(0, DIM_PAD)
+    is_stored = is_row[:, None] & (dims[None, :] < DIM)
+    places = tokens * q_token + (first_head + heads) * q_head
+    pointers = q + token.to(tl.int64) * q_token + places[:, None] + dims[None, :]
+    query = _widen(tl.load(pointers, mask=is_stored, other=0.0), k_cache)
     acc, row_max, row_sum = _attend_split(
         query, k_cache + kv_head * DIM, v_cache + kv_head * DIM,
-        block_tables + request * table_stride.to(tl.int64), begin,
-        tl.minimum(begin + length, seq_len), oldest, qk_scale, softcap,
-        KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        block_tables + request * table_stride.to(tl.int64), begin, end, oldest, past, qk_scale,
+        softcap, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     start = out + token.to(tl.int64) * out_token + first_head * out_head
     own_sinks = None if sinks is None else sinks + first_head
-    if length >= seq_len - first_key:
-        row_sum = _add_sinks(row_max, row_sum, own_sinks, rows, rows < GROUP)
-        result = _normalise(acc, row_sum, v_scale).to(out.dtype.element_ty)
-        tl.store(start + rows[:, None] * out_head + dims[None, :], result, mask=is_stored)
-        return
-    slot = request.to(tl.int64) * KV_HEADS + kv_head
-    _store_split(
-        _normalise(acc, row_sum, v_scale), row_max + tl.log2(row_sum), split,
-        tl.cdiv(seq_len - first_key, length), partial + slot * num_splits * (GROUP * DIM),
-        partial_lse + slot * num_splits * GROUP, num_arrived + slot, start, out_head, own_sinks,
-        GROUP, DIM, DIM_PAD, BLOCK_M, ROW_PAD, AT_ONCE,
+    _store_rows(
+        acc, row_max, row_sum, v_scale, tokens, heads, is_row, split, num_splits,
+        seq_len - first_key, length, partial, partial_lse, num_arrived,
+        request.to(tl.int64) * KV_HEADS + kv_head, query_len, start, out_token, out_head,
+        own_sinks, GROUP, QUERIES, DIM, DIM_PAD, BLOCK_M, ROW_PAD, AT_ONCE,
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------- prompts
-
-
-@triton.jit
-def _find_request(query_start_loc, num_requests, tile, TILE_TOKENS: tl.constexpr):
-    """The last request whose tiles begin at or before `tile`, and its first tile.
-
-    Request r has its tiles from query_start_loc[r] // TILE_TOKENS + r on: as many as it needs, and
-    at times one too many.
-    """
-    low, high = 0, num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        first = tl.load(query_start_loc + middle) // TILE_TOKENS + middle
-        low = tl.where(first <= tile, middle, low)
-        high = tl.where(first <= tile, high, middle)
-    return low, tl.load(query_start_loc + low) // TILE_TOKENS + low
-
-
-@triton.jit
-def _seen_tiles(
-    first_position, last_position, window, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Tiles of keys [begin, end) that queries see; all see all of [full_begin, full_end)."""
-    oldest = _first_seen(first_position, window, CHUNKED)
-    newest = _first_seen(last_position, window, CHUNKED)
-    begin, end = oldest // BLOCK_N, tl.cdiv(last_position + 1, BLOCK_N)
-    full_begin = tl.minimum(tl.cdiv(newest, BLOCK_N), end)
-    full_end = tl.maximum((first_position + 1) // BLOCK_N, full_begin)
-    return begin, full_begin, full_end, end
-
-
-@triton.jit
-def _attend_full_tiles(
-    acc, row_max, row_sum, query, keys, values, table, begin, end, qk_scale, softcap,
-    ROW: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Tiles of which every query sees every key: nothing is masked."""
-    offsets = tl.arange(0, BLOCK_N)
-    # Block numbers are fetched a tile ahead: keys wait for them.
-    blocks = tl.load(table + (begin * BLOCK_N + offsets) // BLOCK_SIZE, begin < end, 0)
-    for index in range(begin, end):
-        first = index * BLOCK_N
-        k = _load_tile(keys, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        v = _load_tile(values, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        after = first + BLOCK_N + offsets
-        blocks = tl.load(table + after // BLOCK_SIZE, index + 1 < end, 0)
-        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
-        scores, factor = _cap(scores, qk_scale, softcap)
-        acc, row_max, row_sum = _add_tile(
-            acc, row_max, row_sum, scores, v, factor, query.dtype, False
-        )
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def _attend_cut_tiles(
-    acc, row_max, row_sum, query, keys, values, table, positions, tiles, seq_len, window,
-    qk_scale, softcap, CHUNKED: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The tiles before and after the full ones: of the window's old edge, and of the diagonal."""
-    begin, full_begin, full_end, end = tiles
-    offsets = tl.arange(0, BLOCK_N)
-    num_full = full_end - full_begin
-    for cut in range(begin, end - num_full):
-        first = tl.where(cut < full_begin, cut, cut + num_full) * BLOCK_N
-        blocks = _load_blocks(table, first + offsets, seq_len, BLOCK_SIZE)
-        k = _load_tile(keys, blocks, first, None, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        v = _load_tile(values, blocks, first, seq_len, ROW, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N)
-        scores = tl.dot(query, tl.trans(k.to(query.dtype)))
-        scores, factor = _cap(scores, qk_scale, softcap)
-        newest = (positions - first)[:, None]
-        if CHUNKED:
-            oldest = (_first_seen(positions, window, CHUNKED) - first)[:, None]
-            is_seen = (offsets[None, :] <= newest) & (offsets[None, :] >= oldest)
-        else:
-            is_seen = (offsets[None, :] <= newest) & (offsets[None, :] > newest - window)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        acc, row_max, row_sum = _add_tile(
-            acc, row_max, row_sum, scores, v, factor, query.dtype, True
-        )
-    return acc, row_max, row_sum
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens", "num_requests", "num_tiles", "table_stride", "sliding_window",
-        "min_query_len",
-    ],
-    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
-)  # fmt: skip
-def prefill_kernel(
-    out, q, k_cache, v_cache, block_tables, query_start_loc, seq_lens,
-    qk_scale, softcap, v_scale, sliding_window, sinks, CHUNKED: tl.constexpr, num_tokens,
-    num_requests, num_tiles, table_stride, min_query_len, q_token, q_head, out_token, out_head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """A program takes BLOCK_M // GROUP tokens of a request, for the heads of one K and V head.
-
-    Grid (kv heads * tiles), the last tiles, which see the most keys, first. Requests with fewer
-    than `min_query_len` new tokens are left to `decode_kernel`.
-    """
-    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0) % KV_HEADS
-    tile = num_tiles - 1 - tl.program_id(0) // KV_HEADS
-    first_head = kv_head * GROUP
-    num_rows = tl.load(query_start_loc + num_requests)
-    _zero_padding(out, num_rows, num_tokens, out_token, out_head, first_head, tile, num_tiles,
-                  GROUP, DIM, DIM_PAD)  # fmt: skip
-    request, first_tile = _find_request(query_start_loc, num_requests, tile, TILE_TOKENS)
-    start = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - start
-    seq_len = tl.load(seq_lens + request)
-    first_token = (tile - first_tile) * TILE_TOKENS
-    if (first_token >= query_len) | (query_len < min_query_len):
-        return
-
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM_PAD)
-    tokens = first_token + rows // GROUP
-    is_row = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
-    is_stored = is_row[:, None] & (dims[None, :] < DIM)
-    token_rows, heads = (start + tokens).to(tl.int64), first_head + rows % GROUP
-    pointers = q + (token_rows * q_token + heads * q_head)[:, None] + dims[None, :]
-    query = _widen(tl.load(pointers, mask=is_stored, other=0.0), k_cache)
-
-    first_position = seq_len - query_len + first_token
-    last_position = tl.minimum(first_position + TILE_TOKENS, seq_len) - 1
-    window = tl.where(sliding_window > 0, sliding_window, 1 << 30)
-    tiles = _seen_tiles(first_position, last_position, window, CHUNKED, BLOCK_N)
-    table = block_tables + request * table_stride.to(tl.int64)
-    keys, values = k_cache + kv_head * DIM, v_cache + kv_head * DIM
-    acc, row_max, row_sum = _begin_softmax(BLOCK_M, DIM_PAD)
-    acc, row_max, row_sum = _attend_full_tiles(
-        acc, row_max, row_sum, query, keys, values, table, tiles[1], tiles[2], qk_scale, softcap,
-        KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N,
-    )  # fmt: skip
-    acc, row_max, row_sum = _attend_cut_tiles(
-        acc, row_max, row_sum, query, keys, values, table, seq_len - query_len + tokens, tiles,
-        seq_len, window, qk_scale, softcap, CHUNKED, KV_HEADS * DIM, DIM, DIM_PAD, BLOCK_SIZE,
-        BLOCK_N,
-    )  # fmt: skip
-    pointers = out + (token_rows * out_token + heads * out_head)[:, None] + dims[None, :]
-    row_sum = _add_sinks(row_max, row_sum, sinks, heads, is_row)
-    result = _normalise(acc, row_sum, v_scale)
-    tl.store(pointers, result.to(out.dtype.element_ty), mask=is_stored)
 
 
 # ---------------------------------------------------------------- writing the cache

@@ -4,7 +4,9 @@ The cache is [num_blocks, block_size, head_dim], contiguous, in the type of the 
 float8_e4m3fn (latent = stored * scale); its first value_dim columns are the values.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from vllm.kernels.triton.moe_rows import launch_dependent
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
 _AT_ONCE = 8  # splits that are added up at a time
+# New tokens of each request that `decode_kernel` serves, as of steps that verify draft tokens: with
+# more, a prompt's tiles are programs enough.
+MAX_QUERIES = 16
 
 
 class Tile(NamedTuple):
@@ -95,7 +100,8 @@ def paged_latent_attention(
 ) -> Tensor:
     """Causal attention of query [T, heads, head_dim] over the cache -> [T, heads, value_dim].
 
-    The rest as in `vllm.kernels.triton.attention.paged_attention`.
+    The rest as in `vllm.kernels.triton.attention.paged_attention`, with MAX_QUERIES for all numbers
+    of heads.
     """
     out = query.new_zeros(*query.shape[:2], value_dim)
     if query.shape[0] == 0:
@@ -106,10 +112,11 @@ def paged_latent_attention(
         scale * k_scale * LOG2_E, k_scale,
     )  # fmt: skip
     has_others = seq_lens.shape[0] > 1
-    if max_query_len > 1:
+    queries = max_query_len if max_query_len <= MAX_QUERIES else 1
+    if queries < max_query_len:
         _prefill(call, min_query_len=2 if has_others else 1)
-    if max_query_len == 1 or has_others:
-        _decode(call, max_seq_len)
+    if queries == max_query_len or has_others:
+        _decode(call, queries, max_seq_len)
     return out
 
 
@@ -163,6 +170,18 @@ class _Call(NamedTuple):
     def strides(self) -> tuple[int, ...]:
         return *self.query.stride()[:2], *self.out.stride()[:2]
 
+    def is_new(self) -> bool:
+        """Whether this is the first call on a GPU of what has to be compiled by itself."""
+        types = self.query.dtype, self.cache.dtype, self.query.device
+        key = (*types, *self.out.shape[1:], *self.cache.shape[1:])
+        if not self.query.is_cuda or key in _compiled:
+            return False
+        _compiled.add(key)
+        return True
+
+
+_compiled: set[tuple[object, ...]] = set()
+
 
 def _prefill(call: _Call, min_query_len: int) -> None:
     tile, num_requests = call.tile(64), len(call.seq_lens)
@@ -175,30 +194,50 @@ def _prefill(call: _Call, min_query_len: int) -> None:
     )  # fmt: skip
 
 
-def _decode(call: _Call, max_seq_len: int) -> None:
+def _decode(call: _Call, queries: int, max_seq_len: int) -> None:
+    """queries: new tokens of a request at most. Compiles for one and for several at its first call,
+    so that neither is waited for later."""
+    _launch_decode(call, queries, max_seq_len)
+    if call.is_new():
+        _launch_decode(call, 2 if queries == 1 else 1, max_seq_len, is_compiled_only=True)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], is_compiled_only: bool) -> Callable[..., object]:
+    return partial(kernel.warmup, grid=grid) if is_compiled_only else kernel[grid]
+
+
+def _launch_decode(
+    call: _Call, queries: int, max_seq_len: int, is_compiled_only: bool = False
+) -> None:
     query, out, num_requests = call.query, call.out, len(call.seq_lens)
     num_heads, latent = out.shape[1:]
-    tile = call.tile(num_heads)
-    head_tiles, constants = call.constants(tile)
+    num_rows = queries * num_heads
+    # One tile for every number of several tokens, which is compiled once.
+    tile = call.tile(num_heads if queries == 1 else 64)
+    num_tiles, constants = call.constants(tile)
+    if queries > 1:
+        num_tiles, constants["TILE_HEADS"] = cdiv(num_rows, tile.block_m), tile.block_m
     num_splits, min_split = splits_of(
-        num_requests * head_tiles,
+        num_requests * num_tiles,
         max_seq_len,
         read_chip(query.device).num_sms,
-        max(1, PARTIAL_BYTES // (4 * num_requests * num_heads * latent)),
+        max(1, PARTIAL_BYTES // (4 * num_requests * num_rows * latent)),
     )
     min_split = max(min_split, tile.block_n)  # splits are whole tiles
-    slots = (num_requests, num_splits, num_heads) if num_splits > 1 else (0,)
-    partial = query.new_empty((*slots, latent), dtype=torch.float32)
-    partial_lse = query.new_empty(slots, dtype=torch.float32)
-    launch = launch_dependent(query.device)
-    decode_kernel[(head_tiles, num_requests, num_splits)](
-        *call, partial, partial_lse, call.block_tables.stride(0), min_split, *call.strides(),
-        **constants, **launch,
+    slots = (num_requests, num_splits, num_rows) if num_splits > 1 else (0,)
+    parts = query.new_empty((*slots, latent), dtype=torch.float32)
+    parts_lse = query.new_empty(slots, dtype=torch.float32)
+    several = {"SEVERAL": queries > 1, **launch_dependent(query.device)}
+    grid = num_tiles, num_requests, num_splits
+    _run(decode_kernel, grid, is_compiled_only)(
+        *call, parts, parts_lse, call.block_tables.stride(0), min_split, num_rows,
+        *call.strides(), **constants, **several,
     )  # fmt: skip
     if num_splits > 1:
-        combine_kernel[(num_heads, num_requests)](
-            out, call.query_start_loc, call.seq_lens, partial, partial_lse, min_split, num_splits,
-            *out.stride()[:2], NUM_HEADS=num_heads, LATENT=latent,
+        grid = num_heads, num_requests, queries
+        _run(combine_kernel, grid, is_compiled_only)(
+            out, call.query_start_loc, call.seq_lens, parts, parts_lse, min_split, num_splits,
+            num_rows, *out.stride()[:2], NUM_HEADS=num_heads, LATENT=latent,
             LATENT_PAD=constants["LATENT_PAD"], BLOCK_N=tile.block_n, AT_ONCE=_AT_ONCE,
-            num_warps=4, **launch,
+            num_warps=4, **several,
         )  # fmt: skip

@@ -12,7 +12,6 @@ import triton.language as tl
 from vllm.kernels.triton.attention_kernels import (
     _add_tile,
     _begin_softmax,
-    _find_request,
     _load_blocks,
     _load_tile,
     _normalise,
@@ -20,6 +19,7 @@ from vllm.kernels.triton.attention_kernels import (
     _widen,
 )
 from vllm.kernels.triton.moe_kernels import begin_dependent
+from vllm.kernels.triton.prefill_kernels import _find_request
 
 
 @triton.jit
@@ -61,13 +61,13 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "min_split"],
+    do_not_specialize=["table_stride", "min_split", "split_rows"],
     do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
 )
 def decode_kernel(
     out, q, cache, block_tables, query_start_loc, seq_lens, qk_scale, v_scale,
-    partial, partial_lse, table_stride, min_split, q_token, q_head, out_token, out_head,
-    NUM_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr,
+    partial, partial_lse, table_stride, min_split, split_rows, q_token, q_head, out_token, out_head,
+    NUM_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, SEVERAL: tl.constexpr,
     LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,9 @@ def decode_kernel(
 
     Grid (tiles of heads, requests, splits). A request of one split is written to `out`; of others,
     results go to `partial` [requests, splits, heads, LATENT], with the base-2 logarithm of the sum
-    of weights, for `combine_kernel`. Requests with more than one new token are left to
+    of weights, for `combine_kernel`. SEVERAL: heads are those of all new tokens, one token after
+    another, of which `split_rows` have room in a split; a row that sees no key of it has a
+    logarithm of -inf. Otherwise requests with more than one new token are left to
     `prefill_kernel`.
     """
     begin_dependent(PDL)
@@ -84,63 +86,76 @@ def decode_kernel(
     token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - token
     seq_len = tl.load(seq_lens + request)
-    if query_len != 1:
+    first_row = tl.program_id(0) * TILE_HEADS
+    if (first_row >= query_len * NUM_HEADS) if SEVERAL else (query_len != 1):
         return
-    _, _, length = _split_keys(seq_len, num_splits, min_split, 0, BLOCK_N)
+    _, _, length = _split_keys(seq_len, seq_len - 1, num_splits, min_split, 0, BLOCK_N)
     begin = split * length
     if begin >= seq_len:
         return
 
     rows = tl.arange(0, BLOCK_M)
-    heads = tl.program_id(0) * TILE_HEADS + rows
-    is_row = (rows < TILE_HEADS) & (heads < NUM_HEADS)
-    places = token.to(tl.int64) * q_token + heads * q_head
+    own = first_row + rows
+    if SEVERAL:
+        is_row = (rows < TILE_HEADS) & (own < query_len * NUM_HEADS)
+        tokens, heads = own // NUM_HEADS, own % NUM_HEADS
+        positions = seq_len - query_len + tokens
+        q_places, out_places = tokens * q_token, tokens * out_token
+    else:
+        is_row = (rows < TILE_HEADS) & (own < NUM_HEADS)
+        heads, positions = own, tl.full([BLOCK_M], 1 << 30, tl.int32)
+        q_places, out_places = 0, 0
+    places = token.to(tl.int64) * q_token + heads * q_head + q_places
     query = _widen(_load_rows(q, places, is_row, 0, LATENT, LATENT_PAD), cache)
     rotated = _widen(_load_rows(q, places, is_row, LATENT, ROPE, ROPE_PAD), cache)
     acc, row_max, row_sum = _attend(
         query, rotated, cache, block_tables + request * table_stride.to(tl.int64),
-        tl.full([BLOCK_M], 1 << 30, tl.int32), begin, tl.minimum(begin + length, seq_len), qk_scale,
+        positions, begin, tl.minimum(begin + length, seq_len), qk_scale,
         LATENT, LATENT_PAD, ROPE, ROPE_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    result = _normalise(acc, row_sum, v_scale)
-    dims = tl.arange(0, LATENT_PAD)
+    result, dims = _normalise(acc, row_sum, v_scale), tl.arange(0, LATENT_PAD)
     is_stored = is_row[:, None] & (dims[None, :] < LATENT)
     if length >= seq_len:
-        places = token.to(tl.int64) * out_token + heads * out_head
+        places = token.to(tl.int64) * out_token + heads * out_head + out_places
         pointers = out + places[:, None] + dims[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), mask=is_stored)
         return
-    slots = (request.to(tl.int64) * num_splits + split) * NUM_HEADS + heads
+    rows_apart = split_rows if SEVERAL else NUM_HEADS
+    slots = (request.to(tl.int64) * num_splits + split) * rows_apart + own
     tl.store(partial + slots[:, None] * LATENT + dims[None, :], result, mask=is_stored)
     tl.store(partial_lse + slots, row_max + tl.log2(row_sum), mask=is_row)
 
 
 @triton.jit(
-    do_not_specialize=["min_split", "num_splits"],
+    do_not_specialize=["min_split", "num_splits", "split_rows"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
 )
 def combine_kernel(
-    out, query_start_loc, seq_lens, partial, partial_lse, min_split, num_splits,
+    out, query_start_loc, seq_lens, partial, partial_lse, min_split, num_splits, split_rows,
     out_token, out_head,
-    NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, SEVERAL: tl.constexpr, LATENT: tl.constexpr, LATENT_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the splits of one head of a request. Grid (heads, requests)."""
+    """Adds up the splits of one head of a token. Grid (heads, requests, tokens of a request)."""
     begin_dependent(PDL)
     head, request = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - token
     seq_len = tl.load(seq_lens + request)
-    _, _, length = _split_keys(seq_len, num_splits, min_split, 0, BLOCK_N)
-    if (query_len != 1) | (length >= seq_len):
+    _, _, length = _split_keys(seq_len, seq_len - 1, num_splits, min_split, 0, BLOCK_N)
+    index = tl.program_id(2)
+    is_served = index < query_len if SEVERAL else query_len == 1
+    if (not is_served) | (length >= seq_len):
         return
+    row = index * NUM_HEADS + head if SEVERAL else head
+    rows_apart = split_rows if SEVERAL else NUM_HEADS
     num_written = tl.cdiv(seq_len, length)
     dims, offsets = tl.arange(0, LATENT_PAD), tl.arange(0, AT_ONCE)
     acc, total = tl.zeros([LATENT_PAD], tl.float32), 0.0
     largest = float("-inf")
     for first in range(0, num_written, AT_ONCE):
         splits = first + offsets
-        slots = (request.to(tl.int64) * num_splits + splits) * NUM_HEADS + head
+        slots = (request.to(tl.int64) * num_splits + splits) * rows_apart + row
         is_split = splits < num_written
         lse = tl.load(partial_lse + slots, mask=is_split, other=float("-inf"))
         is_loaded = is_split[:, None] & (dims[None, :] < LATENT)
@@ -152,7 +167,7 @@ def combine_kernel(
         acc = acc * decay + tl.sum(parts * weights[:, None], 0)
         total = total * decay + tl.sum(weights, 0)
         largest = shift
-    places = out + token.to(tl.int64) * out_token + head * out_head + dims
+    places = out + (token + index).to(tl.int64) * out_token + head * out_head + dims
     tl.store(places, (acc / total).to(out.dtype.element_ty), mask=dims < LATENT)
 
 
