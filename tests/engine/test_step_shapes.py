@@ -118,6 +118,10 @@ def test_what_keeps_prompts_from_being_captured_is_told(checkpoint, caplog):
 
     caplog.set_level("INFO", "vllm.worker.cuda_graph")
     assert captured() == prompt_shapes(64, 256) and not captured(max_prompt_graph_tokens=0)
+    long = {"max_num_batched_tokens": 8192, "max_prompt_graph_tokens": 4096}
+    assert captured(**long)[-1].tokens == 4096
+    # Ranks that time a size would not agree.
+    assert captured(**long, tensor_parallel_size=2)[-1].tokens == 2048
     assert not caplog.text
     lock_step = {"data_parallel_size": 2, "enable_expert_parallel": True}
     for given, words in (

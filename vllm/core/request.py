@@ -49,7 +49,8 @@ class Request:
     layers those that later tokens see.
     num_scheduled_tokens: tokens of all_token_ids that the steps in flight compute.
     num_pending_tokens: steps in flight that sample for it; their tokens are not in all_token_ids.
-    spec_token_ids: draft tokens, to be verified in the next step or in flight.
+    spec_token_ids: draft tokens, to be verified in the next step or in flight; -1 for one that the
+    worker alone knows.
     block_ids: by cache group, in order of position; none where it is not admitted. num_passed: how
     many of the first of each are given back, which no token reads any more. num_slots: tokens that
     its blocks can hold.

@@ -77,20 +77,26 @@ class StagedTable:
 
     def __init__(self, shape: tuple[int, int], device: torch.device):
         self.device = torch.zeros(shape, dtype=torch.int32, device=device)
-        is_pinned = device.type == "cuda"
-        staged = torch.zeros((2, *shape), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        self._staged = list(staged.unbind())
+        is_cuda = device.type == "cuda"
+        staged = torch.zeros((2, *shape), dtype=torch.int32, device="cpu", pin_memory=is_cuda)
+        self._staged = [*zip(staged, [torch.cuda.Event() if is_cuda else None for _ in range(2)])]
         self._sent = np.empty((0, 0), np.int32)  # the used part of the first
 
     def stage(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """`rows` of the table, also on the device, where most steps find them unchanged."""
         shape = len(rows), ids.shape[1]
-        # The buffer of the step before the last one, which is over.
-        staged = self._staged[1].view(-1)[: shape[0] * shape[1]].view(shape)
-        tables = staged.numpy()
+        # What was sent before the last time, to be written when it is on the device: a step that
+        # samples nothing is not waited for.
+        whole, copied = self._staged[1]
+        if copied is not None:
+            copied.synchronize()
+        staged = whole.view(-1)[: shape[0] * shape[1]].view(shape)
+        tables: np.ndarray = staged.numpy()
         np.take(ids, rows, axis=0, out=tables)
         if not np.array_equal(tables, self._sent):
             self._staged.reverse()
             self._sent = tables
             self.device[: shape[0], : shape[1]].copy_(staged, non_blocking=True)
+            if copied is not None:
+                copied.record()
         return tables

@@ -125,9 +125,11 @@ def step_shapes(config: VllmConfig, max_tokens: int) -> list[PromptShape]:
 def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> list[PromptShape]:
     """Shapes of steps with prompts to capture. is_eager: no step is captured. is_planned: the host
     plans attention for every step."""
-    scheduler = config.scheduler_config
-    if not scheduler.max_prompt_graph_tokens:
+    max_tokens = config.scheduler_config.max_prompt_graph_tokens
+    if not max_tokens:
         return []
+    if config.parallel_config.num_engine_ranks > 1:  # each would time the longer ones for itself
+        max_tokens = min(max_tokens, _LONG)
     reasons = {
         "all steps are eager": is_eager,
         "attention is planned on the host": is_planned,
@@ -138,7 +140,7 @@ def captured_prompts(config: VllmConfig, is_eager: bool, is_planned: bool) -> li
     if why := next((text for text, holds in reasons.items() if holds), ""):
         logger.info("Steps with prompts run without CUDA graphs: %s", why)
         return []
-    return step_shapes(config, scheduler.max_prompt_graph_tokens)
+    return step_shapes(config, max_tokens)
 
 
 class CudaGraphs(Generic[Shape]):

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import STEP_DRAFT_TOKENS
 from vllm.core.outputs import SchedulerOutput
 from vllm.core.request import Request
+from vllm.distributed.groups import wait_for
 from vllm.model_executor.context import ForwardBatch
 from vllm.model_executor.models.decoder import CausalLM
 from vllm.ops.paged_attention import AttentionBatch, HostBatch
@@ -76,17 +77,19 @@ LATER = -1
 @dataclass(frozen=True, slots=True)
 class DraftsInFlight:
     """Draft tokens that are computed or will be: int64 [n] `tokens` on the device, which `on_host`
-    holds after `copied`, None: at once. places: by request, of its own in their order."""
+    holds after `copied`, None: at once. places: by request, of its own in their order. timeout_s:
+    the longest wait for them."""
 
     tokens: Tensor
     on_host: Tensor
     copied: torch.cuda.Event | None
     places: Mapping[str, Sequence[int]]
+    timeout_s: float | None = None
 
     def known(self) -> list[int]:
         """Waits for them."""
         if self.copied is not None:
-            self.copied.synchronize()
+            wait_for(self.copied, self.timeout_s)
         found: list[int] = self.on_host.tolist()
         return found
 
@@ -128,10 +131,12 @@ def no_proposals(request_ids: Sequence[str]) -> Proposals:
 
 class Drafter:
     """Proposes nothing. reads_hidden: of all tokens of every step. in_flight: what it proposed
-    last, where the next step may be laid out before the host knows it."""
+    last, where the next step may be laid out before the host knows it. timeout_s: the longest wait
+    for the device; None without other ranks."""
 
     reads_hidden = False
     in_flight: DraftsInFlight | None = None
+    timeout_s: float | None = None
 
     def follow(self, step: StepTokens, new: Callable[[], NewTokens], most: int) -> Ready:
         """After a step that may still run on the device: what gives up to `most` draft tokens for
@@ -194,10 +199,12 @@ class GreedyDrafter(Drafter, ABC):
     at a position is overwritten. A draft needs blocks before the scheduler gives the request any:
     those are scratch, and what is in them is computed again.
 
-    ahead: how many tokens what it reads is ahead of its position in the cache.
+    ahead: how many tokens what it reads is ahead of its position in the cache. has_graphs: where
+    the engine captures steps.
     """
 
     ahead = 0
+    has_graphs = False
 
     def __init__(
         self,
@@ -214,7 +221,10 @@ class GreedyDrafter(Drafter, ABC):
         self._scratch = np.arange(num_blocks, num_blocks + config.num_draft_blocks)
         pages, most = (batch.max_blocks, batch.block_size), scheduler.max_num_seqs
         num_tokens = scheduler.max_num_batched_tokens
-        self.inputs = StepInputs(num_tokens, most, *pages, device, verifies_drafts=True)
+        self.inputs = StepInputs(
+            num_tokens, most, *pages, device,
+            verifies_drafts=self.has_graphs, for_graphs=self.has_graphs,
+        )  # fmt: skip
         # Of one token for each request: filling in waits for what was filled in before.
         self._next_inputs = StepInputs(most, most, *pages, device, for_graphs=False)
         self.rows = _Rows(

@@ -118,14 +118,13 @@ class ModelRunner:
         )  # fmt: skip
         self._inputs.planners = planners(self.model)
         self._drafter = make_drafter(config, self._models, self.batch, self.num_blocks, self.device)
+        self._drafter.timeout_s = parallel.timeout_s
         self._state_layers = state_layers(self.model)
         compute_logits = self.model.compute_logits if parallel.pipeline.is_last else None
         self._prompt_logprobs = PromptLogprobs(self.batch, compute_logits)
         self.async_scheduling = self.device.type == "cuda"
-        self._copies = [
-            torch.zeros(config.max_num_logits, dtype=torch.int64, pin_memory=self.async_scheduling)
-            for _ in range(2)
-        ]
+        size = 2, config.max_num_logits
+        self._copies = [*torch.zeros(size, dtype=torch.int64, pin_memory=self.async_scheduling)]
         self._graphs: CudaGraphs[int] | None = None
         self._prompt_graphs: CudaGraphs[PromptShape] | None = None
         if self.device.type == "cuda":
@@ -184,6 +183,7 @@ class ModelRunner:
                     )
                     pool = self._prompt_graphs.pool
                     few = [one for one in self._prompt_shapes if one.longest <= MOST_VERIFIED]
+                    self._parallel.num_tokens_across_dp = ()  # as in steps: no ranks in lock-step
                     self._drafter.capture(few, pool)
                 self._graphs = CudaGraphs(self._decode_once, bucket_sizes(max_num_seqs), pool)
 

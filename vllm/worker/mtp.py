@@ -39,6 +39,7 @@ class MTPDrafter(GreedyDrafter):
 
     reads_hidden = True
     ahead = 1
+    has_graphs = True
     _graphs: CudaGraphs[PromptShape] | None = None
     _fill_graphs: CudaGraphs[PromptShape] | None = None  # of steps after which nothing is drafted
     # What the graphs read beside `inputs`: given hidden states, and after which tokens to draft.
@@ -170,7 +171,7 @@ class MTPDrafter(GreedyDrafter):
         ids = [request.request_id for request in requests]
         is_late = self.is_late and not any(request.reads_own_tokens for request in requests)
         places = self.by_request(ids, range(len(tokens)), limits)
-        self.in_flight = found = DraftsInFlight(tokens, on_host, copied, places)
+        self.in_flight = found = DraftsInFlight(tokens, on_host, copied, places, self.timeout_s)
 
         def ready(request_ids: Sequence[str]) -> Proposals:
             known = [LATER] * len(on_host) if is_late else found.known()

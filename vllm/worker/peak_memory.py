@@ -25,7 +25,7 @@ def peak_memory(
 ) -> int:
     """Bytes of activations at their peak, measured without a KV cache: all tokens of one request,
     and as many requests as possible; 0 on a CPU. models: the model, and what drafts for it. shapes:
-    of prompts, to capture."""
+    to capture; the one of most tokens and that of most requests are measured."""
     if device.type == "cpu":
         return 0
     num_tokens = config.scheduler_config.max_num_batched_tokens
@@ -50,9 +50,10 @@ def peak_memory(
     peak_bytes = torch.cuda.max_memory_allocated() - before
     if not shapes:
         return peak_bytes
-    largest = shapes[-1]
     torch.cuda.reset_peak_memory_stats()  # graphs keep their activations allocated
-    parallel.num_tokens_across_dp = (largest.tokens,) * parallel.data.size
-    models[0](inputs.padding(largest.tokens, largest.seqs, longest))
+    of_prompts = [shape for shape in shapes if shape.longest == shape.tokens]
+    for shape in {shapes[-1], max(of_prompts, key=lambda one: (one.seqs, one.tokens))}:
+        parallel.num_tokens_across_dp = (shape.tokens,) * parallel.data.size
+        models[0](inputs.padding(shape.tokens, shape.seqs, longest))
     torch.cuda.synchronize()
     return peak_bytes + torch.cuda.max_memory_allocated() - before
