@@ -143,7 +143,7 @@ class RunningServer:
         """The children that run a spawned Python (another one tracks resources)."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         pids = [int(pid) for child in children for pid in child.read_text().split()]
-        return [p for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return [pid for pid in pids if b"spawn_main" in command_of(pid)]
 
     def engine_pid(self) -> int:
         (pid,) = self.engine_pids()
@@ -171,12 +171,21 @@ def connections() -> list[list[str]]:
     return [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
 
 
+def command_of(pid: int) -> bytes:
+    """Of a process; empty of one that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def descriptors(pid: int) -> list[str]:
-    """What a process has open."""
+    """What a process has open; nothing of one that has ended meanwhile."""
     found = []
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found.append(os.readlink(file))
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.append(os.readlink(file))
     return found
 
 
