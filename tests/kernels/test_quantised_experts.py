@@ -102,6 +102,7 @@ def test_both_projections_of_a_delta_net_read_what_they_ask_for(checkpoint, gate
         query_start_loc=starts,
         seq_lens=starts.diff(),
         draft_slots=None,
+        max_query_len=5,
     )
     batch = SimpleNamespace(attention=at)
     x, residual = torch.randn(2, 9, 256)
