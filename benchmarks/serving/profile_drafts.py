@@ -51,6 +51,8 @@ def main() -> None:
             spans = [
                 (s.begin, s.end, s.stream, s.name[:NAME]) for s in in_order(spans_of(recorded))
             ]
+            if not spans:
+                sys.exit("torch's profiler recorded no kernels: this needs a GPU")
             found[f"b{batch} {name}"] = summary(spans)
             print(f"b{batch} {name}", json.dumps(found[f"b{batch} {name}"]), flush=True)
             write_results(args.out.parent, args.out.name, model=args.model, **found)

@@ -45,7 +45,6 @@ class MTPDrafter(GreedyDrafter):
     # What the graphs read beside `inputs`: given hidden states, and after which tokens to draft.
     _hidden: Tensor
     _read_rows: Tensor
-    is_late = True  # whether a step may be laid out before the host knows its drafts
 
     @property
     def layer(self) -> MTP | Eagle3Head:
@@ -169,7 +168,7 @@ class MTPDrafter(GreedyDrafter):
             copied.record()
         requests = [self.batch.requests[row] for row in rows]
         ids = [request.request_id for request in requests]
-        is_late = self.is_late and not any(request.reads_own_tokens for request in requests)
+        is_late = not any(request.reads_own_tokens for request in requests)
         places = self.by_request(ids, range(len(tokens)), limits)
         self.in_flight = found = DraftsInFlight(tokens, on_host, copied, places, self.timeout_s)
 
